@@ -198,8 +198,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
     config, chosen = settled(load_config(options.run_file, settings))
     for line in chosen:
         say(line)
-    from pipelinerl.experiments.compare.compare import answer_held_out, compare  # noqa: PLC0415 (and others)
-    from pipelinerl.experiments.compare.settings import make_request  # noqa: PLC0415
+    from pipelinerl.experiments.compare.compare import answer_held_out, compare, make_request  # noqa: PLC0415 (and others)
     from pipelinerl.experiments.runs import train_in_child  # noqa: PLC0415
     from pipelinerl.resources.machine import this_machine  # noqa: PLC0415
 

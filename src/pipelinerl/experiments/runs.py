@@ -23,8 +23,8 @@ import msgspec
 
 from pipelinerl.child import ChildProcess
 from pipelinerl.config.keys import differences
-from pipelinerl.config.load import config_to_yaml
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.load import config_to_yaml, validate
+from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
 from pipelinerl.experiments.watch.page import page, shown_run
 from pipelinerl.files import JsonLines
@@ -70,6 +70,17 @@ class PlannedRun(NamedTuple):
 
     def config(self, out: Path) -> RunConfig:
         return self.setting.config.model_copy(update={"seed": self.seed, "run_dir": str((out / self.name).absolute())})
+
+
+def bare(config: RunConfig, *, trainer: Mapping[str, Any], **changes: Any) -> RunConfig:
+    """`config` with other settings of its trainer, and without evaluations, checkpoints, and what shows or follows a run."""
+    hidden = {"view": "none", "plot": False, "trackers": (), "callback": None}
+    sections = {
+        "trainer": config.trainer.model_copy(update={"checkpoint_every": 0, "weights_every": 0, **trainer}),
+        "evaluation": EvaluationConfig(problems=0, temperature=config.evaluation.temperature),
+        "metrics": config.metrics.model_copy(update=hidden),
+    }
+    return validate(config.model_copy(update=sections | changes))
 
 
 def planned_runs(settings: Sequence[Setting], seeds: Sequence[int]) -> list[PlannedRun]:

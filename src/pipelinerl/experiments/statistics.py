@@ -32,6 +32,11 @@ class Interval(msgspec.Struct, frozen=True):
     low: float
     high: float
 
+    def text(self, pattern: str) -> str:
+        """The estimate, with its interval below; limits of NaN are left out."""
+        limits = "" if math.isnan(self.low) else f"\n({self.low:{pattern}}, {self.high:{pattern}})"
+        return f"{self.mean:{pattern}}{limits}"
+
 
 def pass_at_k(attempts: int, passes: int, k: int) -> float:
     """The estimator above, for 0 <= passes <= attempts and 1 <= k <= attempts."""

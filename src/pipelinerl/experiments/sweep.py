@@ -18,7 +18,6 @@ import msgspec
 import yaml
 
 from pipelinerl.config.load import load_config
-from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, PipelineRLError, UserError
 from pipelinerl.experiments.runs import Execution, Folder, PlannedRun, Setting, planned_runs, train_in_child
 from pipelinerl.experiments.statistics import Interval, mean_of_runs
@@ -60,23 +59,19 @@ def make_grid(run_file: Path | None, flags: Sequence[str], seeds: int) -> Grid:
             "several seeds, as in `--seeds 3`"
         )
     settings: list[Setting] = []
-    for place, texts in enumerate(itertools.product(*axes.values()), start=1):
-        values = dict(zip(axes, texts, strict=True))
+    for place, chosen in enumerate(itertools.product(*axes.values()), start=1):
+        values = dict(zip(axes, chosen, strict=True))
         config = load_config(run_file, [*fixed, *(f"--{key}={text}" for key, text in values.items())])
-        setting = _setting(place, values, config.model_copy(update={"run_dir": None}))
+        texts = ",".join(f"{key.rpartition('.')[2]}={text}" for key, text in values.items())
+        name = re.sub(r"[^\w.,=+-]+", "_", texts)[:_NAME_LENGTH]  # the folder is, for example, `02-learning_rate=3e-4`
+        label = ", ".join(f"{key} {text}" for key, text in values.items()) or "the settings of the run file"
+        config = config.model_copy(update={"run_dir": None})
+        setting = Setting(label, f"{place:02d}-{name}".rstrip("-"), config, values)
         if same := next((other for other in settings if other.config == setting.config), None):
             raise ConfigError(f"{same.label} and {setting.label} are the same setting; name it once")
         settings.append(setting)
     first = settings[0].config.seed
     return Grid(tuple(fixed), axes, tuple(settings), tuple(range(first, first + seeds)))
-
-
-def _setting(place: int, values: Mapping[str, str], config: RunConfig) -> Setting:
-    """Setting number `place` of a grid. Its folder is, for example, `02-learning_rate=3e-4`."""
-    texts = ",".join(f"{key.rpartition('.')[2]}={text}" for key, text in values.items())
-    name = re.sub(r"[^\w.,=+-]+", "_", texts)[:_NAME_LENGTH]
-    label = ", ".join(f"{key} {text}" for key, text in values.items()) or "the settings of the run file"
-    return Setting(label, f"{place:02d}-{name}".rstrip("-"), config, values)
 
 
 def split_flags(flags: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -179,20 +174,13 @@ def section(found: SweepResults) -> PageSection:
             dict(zip(names, one.setting.values(), strict=True))
             | {
                 "runs": "\n".join([str(statuses.count(FINISHED)), *others]),
-                f"{found.ranked_by} reward": _cell(one.reward, ".3f"),
-                "minus the best": _cell(one.minus_best, "+.3f"),
+                f"{found.ranked_by} reward": one.reward.text(".3f") if one.reward else "-",
+                "minus the best": one.minus_best.text("+.3f") if one.minus_best else "-",
             }
         )
     title = f"{count(len(found.settings), 'setting')}, {count(seeds, 'seed')} each"
     note = "below: 95% intervals over seeds (Student's t)" if seeds > 1 else "one seed: nothing says how far it varies"
     return table(title, rows, note)
-
-
-def _cell(one: Interval | None, pattern: str) -> str:
-    if one is None:
-        return "-"
-    brackets = "" if math.isnan(one.low) else f"\n{one.low:{pattern}}..{one.high:{pattern}}"
-    return f"{one.mean:{pattern}}{brackets}"
 
 
 # ---- the runs

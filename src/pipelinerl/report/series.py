@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.config.load import config_of_file
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
@@ -213,9 +213,8 @@ def labels_of(run_dirs: Sequence[Path]) -> list[str]:
     return next(labels for labels in ends if len(set(labels)) == len(labels))
 
 
-def name_of(config: RunConfig) -> str:
+def name_of(schedule: ScheduleConfig) -> str:
     """The schedule as `compare` names it: `pipeline`, `conventional:4`."""
-    schedule = config.schedule
     return schedule.kind if schedule.kind == "pipeline" else f"{schedule.kind}:{schedule.steps_per_round}"
 
 

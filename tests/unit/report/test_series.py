@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.config.schema import RunConfig, ScheduleConfig
+from pipelinerl.config.schema import ScheduleConfig
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.report.series import Reached, measure, name_of, rates_after, reached_held_out, slots_in_use
 from tests.unit.record_parts import step
@@ -69,5 +69,5 @@ def test_the_step_that_reaches_a_held_out_reward(hundredths: list[int], every: i
 
 
 def test_schedules_have_the_names_that_comparisons_use() -> None:
-    assert name_of(RunConfig(schedule=ScheduleConfig(kind="conventional", steps_per_round=2))) == "conventional:2"
-    assert name_of(RunConfig()) == "pipeline"
+    assert name_of(ScheduleConfig(kind="conventional", steps_per_round=2)) == "conventional:2"
+    assert name_of(ScheduleConfig()) == "pipeline"

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
-from pipelinerl.experiments.compare.settings import CONVENTIONAL, PIPELINE, ComparisonRequest, Settings
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.report import PageSection, count, number, table
+from pipelinerl.report import PageSection, number, table
 from pipelinerl.report.series import RunRecords, measure, reached_held_out, slots_in_use
 
+PIPELINE, CONVENTIONAL = "pipeline", "conventional"
 QUANTITIES = {
     "time_to_reward_s": ("time to target, s", ".1f"),
     "samples_to_reward": ("samples to target", ".0f"),
@@ -38,6 +38,18 @@ QUANTITIES = {
 """What is measured of a run: the heading of its column, and the format of its values. `RunResult.quantities` has them."""
 
 
+class Settings(msgspec.Struct, frozen=True):
+    """`processes` engines of `slots` slots each, and the trainer's ranks. Threads: see `plan_threads`."""
+
+    processes: int
+    slots: int
+    ranks: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.processes} x H {self.slots}" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
+
+
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run. `held_out` are its evaluations by held-out problems, if there are any.
 
@@ -50,15 +62,6 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     execution: Execution
     held_out: list[EvaluationRecord]
     quantities: dict[str, float | None]
-
-    @property
-    def kind(self) -> str:
-        return self.schedule.partition(":")[0]
-
-    @property
-    def rewards(self) -> list[float]:
-        """Held-out rewards by version."""
-        return [one.reward_mean or 0.0 for one in self.held_out]
 
 
 def run_result(
@@ -99,16 +102,18 @@ def target_reward(runs: Iterable[RunResult]) -> float | None:
     schedule that diverges does not lower it for the others. The target is rounded down to two digits of the range. None if
     the reward did not rise.
     """
-    learnt = [run for run in runs if run.rewards]
+    learnt: dict[tuple[str, str], list[list[float]]] = {}
+    for run in runs:
+        if run.held_out:
+            rewards = [one.reward_mean or 0.0 for one in run.held_out]
+            learnt.setdefault((run.schedule.partition(":")[0], run.schedule), []).append(rewards)
     if not learnt:
         return None
-    by_schedule: dict[tuple[str, str], float] = {}
-    for run in learnt:
-        key = (run.kind, run.schedule)
-        by_schedule[key] = min(by_schedule.get(key, math.inf), max(run.rewards))
-    kinds = {kind for kind, _ in by_schedule}
-    end = min(max(reach for (kind, _), reach in by_schedule.items() if kind == wanted) for wanted in kinds)
-    start = math.fsum(run.rewards[0] for run in learnt) / len(learnt)
+    reached: dict[str, float] = {}
+    for (kind, _), of_seeds in learnt.items():
+        worst = min(map(max, of_seeds))
+        reached[kind] = max(reached.get(kind, worst), worst)
+    end, start = min(reached.values()), fmean(rewards[0] for of_seeds in learnt.values() for rewards in of_seeds)
     if end <= start:
         return None
     digit = 10.0 ** (math.floor(math.log10(end - start)) - 1)
@@ -129,6 +134,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     max: float | None = None
     per_seed: list[float | None]
     baseline: str | None = None
+
+    def text(self, pattern: str) -> str:
+        """The median, with the smallest and largest value if they differ."""
+        if self.median is None or self.min is None or self.max is None:
+            return "-"
+        middle, low, high = (format(value, pattern) for value in (self.median, self.min, self.max))
+        return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def spread(values: Sequence[float | None], baseline: str | None = None) -> Spread:
@@ -152,7 +164,7 @@ def ratio(runs: Sequence[RunResult], schedule: str, quantity: str, *, low_is_goo
     sign = 1 if low_is_good else -1
     costs = {
         one: median(math.inf if value is None else sign * value for value in over_seeds(runs, one, quantity))
-        for one in dict.fromkeys(run.schedule for run in runs if run.kind == CONVENTIONAL)
+        for one in dict.fromkeys(run.schedule for run in runs if run.schedule.startswith(CONVENTIONAL))
     }
     baseline = min((one for one in costs if costs[one] < math.inf), key=costs.__getitem__, default=None)
     own = over_seeds(runs, schedule, quantity)
@@ -231,41 +243,26 @@ def _in_words(ratio: Spread, did: str, better: str, worse: str) -> str:
     return sentence
 
 
-def sections(request: ComparisonRequest, target: float | None, rows: Sequence[ScheduleRow]) -> list[PageSection]:
-    """What the report says, above the runs themselves."""
-    config, machine = request.config, request.machine
+def sections(lead: str, target: float | None, rows: Sequence[ScheduleRow]) -> list[PageSection]:
+    """What the report says after `lead`, above the runs themselves."""
     best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
-    lead = (
-        f"{config.environment.kind} with model {config.model.path}: {request.steps} optimizer steps of "
-        f"{config.trainer.batch_size} rollouts per run, {count(request.seeds, 'seed')}. Runs were made one at a time, "
-        f"each from the same weights and with the whole machine: {machine.cpu}, {count(machine.cores, 'core')}, "
-        f"{machine.system}, {', '.join(f'{name} {version}' for name, version in machine.versions.items())}."
-    )
     legend = (
         f"Target: a held-out reward of {number(target, 'g')} (linear between evaluated versions). "
         "Values are medians over seeds, with the smallest and largest if they differ. Times sooner and times faster are "
         "ratios, seed by seed, to the schedule that is the best conventional one by its median; above 1 is better."
     )
+    cells = [
+        {
+            "schedule": row.schedule,
+            "times sooner": row.ratio_time_to_reward.text(".2f"),
+            "times faster": row.ratio_samples_per_s.text(".2f"),
+            "runs": f"{row.runs}, of which {row.reached} reached it and {row.diverged} diverged",
+            **{heading: row.quantities[name].text(pattern) for name, (heading, pattern) in QUANTITIES.items()},
+            "settings": row.settings.label,
+        }
+        for row in rows
+    ]
     return [
         PageSection(title="Findings", texts=[lead, *findings(rows, target)]),
-        table("Schedules", list(map(_cells, rows)), legend, strong=[PIPELINE, *(one for one in best if one)]),
+        table("Schedules", cells, legend, strong=[PIPELINE, *(one for one in best if one)]),
     ]
-
-
-def _cells(row: ScheduleRow) -> dict[str, str]:
-    quantities = {heading: _spread(row.quantities[name], pattern) for name, (heading, pattern) in QUANTITIES.items()}
-    return {
-        "schedule": row.schedule,
-        "times sooner": _spread(row.ratio_time_to_reward, ".2f"),
-        "times faster": _spread(row.ratio_samples_per_s, ".2f"),
-        "runs": f"{row.runs}, of which {row.reached} reached it" + (f", {row.diverged} diverged" if row.diverged else ""),
-        **quantities,
-        "settings": row.settings.label,
-    }
-
-
-def _spread(found: Spread, pattern: str) -> str:
-    if found.median is None or found.min is None or found.max is None:
-        return "-"
-    middle, low, high = (format(value, pattern) for value in (found.median, found.min, found.max))
-    return middle if low == high else f"{middle} ({low} to {high})"

@@ -194,19 +194,13 @@ def evaluation_sections(plan: EvaluationPlan, summary: EvaluationSummary) -> lis
 
 def _cells(model: ModelResult, attempts: int, *, compared: bool) -> dict[str, str]:
     """The row of a model, with intervals below the estimates."""
-
-    def estimate(of: Estimates | None, k: int, pattern: str, missing: str) -> str:
-        """mean@K for a k of 0, otherwise pass@k."""
-        if of is None:
-            return missing
-        one = of.passes[k] if k else of.reward
-        return f"{one.mean:{pattern}}\n({one.low:{pattern}}, {one.high:{pattern}})"
-
-    names = {0: f"mean@{attempts}"} | {k: f"pass@{k}" for k in powers_of_two(attempts)}
+    found, paired = model.estimates, model.minus_first
     cells = {"model": model.name, "problems": str(model.problems)}
-    cells |= {name: estimate(model.estimates, k, ".3f", "-") for k, name in names.items()}
+    cells[f"mean@{attempts}"] = found.reward.text(".3f") if found else "-"
+    cells |= {f"pass@{k}": found.passes[k].text(".3f") if found else "-" for k in powers_of_two(attempts)}
     if compared:
-        cells |= {f"{names[k]} - first": estimate(model.minus_first, k, "+.3f", "") for k in (0, 1)}
+        cells[f"mean@{attempts} - first"] = paired.reward.text("+.3f") if paired else ""
+        cells["pass@1 - first"] = paired.passes[1].text("+.3f") if paired else ""
     failed = "\n".join(f"{amount} {reason}" for reason, amount in model.failed.items())
     return cells | {
         "tokens": number(model.length_mean, ".1f"),

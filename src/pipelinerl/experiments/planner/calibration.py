@@ -24,16 +24,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.config.load import validate
-from pipelinerl.config.schema import EvaluationConfig, RunConfig
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, UserError
-from pipelinerl.experiments.runs import train_in_child
+from pipelinerl.experiments.runs import bare, train_in_child
 from pipelinerl.experiments.statistics import Floats, powers_of_two
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
@@ -158,8 +157,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
                 pairs["engine.slots"] = (self.slots, config.engine.slots)
             if config.engine.device == "cpu":  # processes that share cores slow each other down
                 pairs["engine.processes"] = (self.processes, config.engine.processes)
-            if "pipeline" in (self.schedule, name_of(config)):
-                pairs["schedule"] = (self.schedule, name_of(config))
+            if "pipeline" in (self.schedule, name_of(config.schedule)):
+                pairs["schedule"] = (self.schedule, name_of(config.schedule))
             found += [
                 f"it was made with {what} {then}, the run has {now}" for what, (then, now) in pairs.items() if then != now
             ]
@@ -245,7 +244,7 @@ def calibrate(config: RunConfig, report: Callable[[str], None] = lambda _: None,
         date=date,
         load_average=load,
         model=config.model.path,
-        schedule=name_of(config),
+        schedule=name_of(config.schedule),
         slots=config.engine.slots,
         processes=config.engine.processes,
         ranks=config.trainer.ranks,
@@ -263,16 +262,9 @@ def short_run(config: RunConfig, run_dir: Path, steps: int) -> RunConfig:
     """The run of `config` for `steps`, in whole rounds (at least two), in processes, without what only costs time."""
     rounds = config.schedule.steps_per_round if config.schedule.kind != "pipeline" else 1
     steps = max(2, -(-steps // rounds)) * rounds
-    trainer = {"steps": steps, "checkpoint_every": 0, "weights_every": 0}
-    changes: dict[str, Any] = {
-        "run_dir": str(run_dir),
-        "evaluation": EvaluationConfig(problems=0),
-        "metrics": config.metrics.model_copy(update={"view": "none", "plot": False, "trackers": (), "callback": None}),
-        "trainer": config.trainer.model_copy(update=trainer),
-    }
-    if config.launch.kind == "embedded":
-        changes["launch"] = config.launch.model_copy(update={"kind": "processes"})
-    return validate(config.model_copy(update=changes))
+    kind = "processes" if config.launch.kind == "embedded" else config.launch.kind
+    launch = config.launch.model_copy(update={"kind": kind})
+    return bare(config, trainer={"steps": steps}, run_dir=str(run_dir), launch=launch)
 
 
 def first_groups(groups: Sequence[RecordedGroup]) -> list[RecordedGroup]:

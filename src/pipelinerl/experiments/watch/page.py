@@ -267,7 +267,7 @@ class WatchedRun:
             found |= {
                 "target": config.trainer.steps,
                 "task": printable(config.environment.kind),
-                "schedule": name_of(config),
+                "schedule": name_of(config.schedule),
                 "seed": config.seed,
             }
         if self._state == "running":

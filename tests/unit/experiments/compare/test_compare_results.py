@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.compare.results import QUANTITIES, RunResult, Spread, findings, ratio, row, target_reward
-from pipelinerl.experiments.compare.settings import Settings
+from pipelinerl.experiments.compare.results import (
+    QUANTITIES,
+    RunResult,
+    Settings,
+    Spread,
+    findings,
+    ratio,
+    row,
+    target_reward,
+)
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.metrics.evaluations import EvaluationRecord
 

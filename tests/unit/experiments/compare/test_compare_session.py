@@ -14,8 +14,7 @@ from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, RunInterruptedError, TrainingDivergedError
-from pipelinerl.experiments.compare.compare import answer_held_out, compare
-from pipelinerl.experiments.compare.settings import ComparisonRequest, make_request
+from pipelinerl.experiments.compare.compare import ComparisonRequest, answer_held_out, compare, make_request
 from pipelinerl.experiments.runs import Command
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.records import StepRecord
@@ -189,12 +188,12 @@ def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) 
 
 def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
     contents = run(tmp_path / "out", request(tune=True))
-    for schedule, tuned in contents["trials"].items():
-        full = [one for one in tuned["trials"] if one["full"]]
+    used_by = {row["schedule"]: row["settings"] for row in contents["schedules"]}
+    for schedule, trials in contents["trials"].items():
+        full = [one for one in trials if one["full"]]
         assert sorted(one["settings"]["processes"] for one in full) == [1, 2], schedule
-        (used,) = [one for one in full if one["settings"] == tuned["used"]]
-        assert used["tokens_per_s"] == max(one["tokens_per_s"] for one in tuned["trials"]), schedule
-        assert tuned["used"]["processes"] == 2
+        (used,) = [one for one in full if one["settings"] == used_by[schedule]]
+        assert used["tokens_per_s"] == max(one["tokens_per_s"] for one in trials), schedule
     assert all(one["settings"]["processes"] == 2 for one in contents["runs"])
     assert "processes: 2" in (tmp_path / "out" / "pipeline" / "seed-1" / "config.yaml").read_text()
 

@@ -10,19 +10,18 @@ import pytest
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.experiments.compare.settings import (
+from pipelinerl.experiments.compare.compare import (
     ComparisonRequest,
-    Contender,
-    Settings,
-    TuningResult,
+    TuningTrial,
     make_request,
-    parse_contenders,
+    parse_schedules,
+    trial_length,
     tune,
 )
+from pipelinerl.experiments.compare.results import Settings
 from pipelinerl.resources.machine import Machine
 
 START, TWO = Settings(processes=1, slots=8), Settings(processes=2, slots=4)
-PIPELINE = Contender("pipeline")
 
 
 def request(config: RunConfig | None = None, **changed: object) -> ComparisonRequest:
@@ -30,13 +29,17 @@ def request(config: RunConfig | None = None, **changed: object) -> ComparisonReq
     return make_request(config or load_config(None), machine, **changed)  # type: ignore[arg-type]
 
 
+def conventional(rounds: int) -> ScheduleConfig:
+    return ScheduleConfig(kind="conventional", steps_per_round=rounds)
+
+
 def test_schedules_are_parsed() -> None:
-    found = parse_contenders("pipeline, conventional:4,async:2")
-    assert found == (PIPELINE, Contender("conventional", 4), Contender("async", 2))
-    assert [one.label for one in found] == ["pipeline", "conventional:4", "async:2"]
+    bounded = ScheduleConfig(max_lag=4)
+    found = parse_schedules("pipeline, conventional:4,async:2", bounded)
+    assert found == (bounded, conventional(4), ScheduleConfig(kind="async", steps_per_round=2))
     for wrong in ("", "conventional", "pipeline:2", "async:0", "async:²", "async:2,pipeline,async:2"):
         with pytest.raises(ConfigError, match=r"--schedules"):
-            parse_contenders(wrong)
+            parse_schedules(wrong, bounded)
 
 
 def test_budgets_are_whole_rounds_for_everyone_and_the_same_versions_are_evaluated() -> None:
@@ -56,20 +59,18 @@ def test_budgets_are_whole_rounds_for_everyone_and_the_same_versions_are_evaluat
 
 
 def test_a_run_has_its_schedule_and_settings_and_nothing_that_takes_time() -> None:
-    base = load_config(None, ["--schedule.max_lag", "4", "--trainer.checkpoint_every", "5"])
-    settings = Settings(processes=2, slots=32, ranks=3)
-    config = request(base).run_config(Contender("conventional", 4), settings, steps=8)
-    assert config.schedule == ScheduleConfig(kind="conventional", steps_per_round=4, max_lag=None)
+    base = load_config(None, ["--trainer.checkpoint_every", "5"])
+    config = request(base).run_config(conventional(4), Settings(processes=2, slots=32, ranks=3), steps=8)
+    assert config.schedule == conventional(4)
     assert (config.engine.processes, config.engine.slots, config.trainer.ranks) == (2, 32, 3)
     assert (config.trainer.steps, config.trainer.checkpoint_every, config.evaluation.problems) == (8, 0, 0)
     assert config.trainer.learning_rate == base.trainer.learning_rate
-    assert request(base).run_config(PIPELINE, settings, steps=8).schedule.max_lag == 4
 
 
 Rate = Callable[[Settings, bool], float | None]
 
 
-def tuned(rate: Rate, *, most_slots: float = math.inf, finals: bool = False) -> TuningResult:
+def tuned(rate: Rate, *, most_slots: float = math.inf, finals: bool = False) -> tuple[Settings, list[TuningTrial]]:
     return tune(START, rate, processes=(1, 2), most_slots=most_slots, finals=finals)
 
 
@@ -81,17 +82,17 @@ def test_the_search_follows_what_is_faster_and_measures_nothing_twice() -> None:
         asked.append(settings)
         return 100 * settings.processes + 2 * settings.slots
 
-    found = tuned(rate)
+    used, trials = tuned(rate)
     # Two processes halve the slots of each and pay; twice the slots pay.
-    assert found.used == Settings(2, 8)
+    assert used == Settings(2, 8)
     assert asked == [START, TWO, Settings(2, 8)]
-    assert [trial.tokens_per_s for trial in found.trials] == [116, 208, 216]
-    assert tuned(rate, most_slots=15).used == TWO, "more slots than rollouts of a round would stay empty"
+    assert [trial.tokens_per_s for trial in trials] == [116, 208, 216]
+    assert tuned(rate, most_slots=15)[0] == TWO, "more slots than rollouts of a round would stay empty"
 
 
 def test_a_trainer_that_has_the_cores_for_itself_may_get_a_rank_on_each() -> None:
-    found = tune(START, lambda one, _: 1.0 * one.ranks, processes=(1,), most_slots=8, ranks=(2,), finals=False)
-    assert found.used == Settings(1, 8, 2)
+    used, _ = tune(START, lambda one, _: 1.0 * one.ranks, processes=(1,), most_slots=8, ranks=(2,), finals=False)
+    assert used == Settings(1, 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_trainer_that_has_the_cores_for_itself_may_get_a_rank_on_each() -> Non
     ],
 )
 def test_equal_rates_change_nothing_and_failures_lose(rates: Callable[[Settings], float | None], best: Settings) -> None:
-    assert tuned(lambda settings, full: rates(settings)).used == best
+    assert tuned(lambda settings, full: rates(settings))[0] == best
 
 
 @pytest.mark.parametrize(("one", "two", "best"), [(100.0, 101.0, 1), (100.0, 103.0, 2), (None, 1.0, 2), (1.0, None, 1)])
@@ -119,14 +120,14 @@ def test_runs_of_full_length_decide_between_one_engine_process_and_several(
             return one if settings.processes == 1 else two
         return 10.0 * settings.slots / settings.processes
 
-    assert tuned(rate, finals=True).used.processes == best
+    assert tuned(rate, finals=True)[0].processes == best
     assert finals == [Settings(1, 16), Settings(2, 8)]
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 5, 8, 40])
 @pytest.mark.parametrize("quick", [False, True])
 def test_trials_are_whole_rounds_with_something_after_the_fill(rounds: int, quick: bool) -> None:
-    length, fill = request(quick=quick).trial_length(Contender("conventional", rounds))
+    length, fill = trial_length(conventional(rounds), quick=quick)
     least = 8 if quick else 16
     assert length % rounds == fill % rounds == 0
     assert 0 < fill < length
