@@ -45,6 +45,8 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     news = data_of((tmp_path / "page.html").read_text())["news"]
     assert [one["now"]["schedule"] for one in news.values()] == ["pipeline", "conventional:2"]
 
+    assert main(["replay", runs[0]]) == 0, "also with the evaluations that were made after the run"
+
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     assert main([*arguments, "--target", "0.1"]) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
