@@ -59,8 +59,6 @@ def read_dataset(source: str) -> Iterator[tuple[int, Any]]:
 
 # ---- rows of user files: every error names the file and the line
 
-MAX_LINE_BYTES = 16 << 20
-"""A longer line means that the file is not JSON lines."""
 _READ = "files of JSON lines or of one JSON array, and .parquet; other forms with dataset:FOLDER:SPLIT"
 
 
@@ -90,17 +88,11 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield from enumerate(msgspec.json.decode(text, type=list[dict[str, Any]]), 1)
                 return
             file.seek(0)
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if len(line) > MAX_LINE_BYTES:
-                raise EnvironmentSetupError(f"{path}:{number} has over {MAX_LINE_BYTES >> 20} MiB: not JSON lines?")
+        for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                yield number, msgspec.json.decode(line)
+                yield number, msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8))
             except INVALID_DATA as error:
                 why = f"{error} ({_READ} can be read, in UTF-8)" if number == 1 else str(error)
                 raise EnvironmentSetupError(f"{path}:{number} is not JSON: {why}") from error

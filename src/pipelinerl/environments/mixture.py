@@ -86,7 +86,11 @@ class Mixture:
         environment = self.inner[name]
         if not isinstance(environment, ScoresGroups):
             return rollouts
-        own = [_with_own_metrics(name, rollout) for rollout in rollouts]
+        own = []
+        for rollout in rollouts:
+            metrics = {key.removeprefix(f"{name}/"): value for key, value in rollout.metrics.items()}
+            del metrics["reward"]
+            own.append(msgspec.structs.replace(rollout, metrics=metrics))
         return [_with_prefixed_metrics(name, rollout) for rollout in await environment.score_group(inner, own)]
 
     def _shuffled(self, cycle: int) -> list[int]:
@@ -114,9 +118,3 @@ def _unprefixed(problem: Problem) -> tuple[str, Problem]:
 def _with_prefixed_metrics(name: str, rollout: Rollout) -> Rollout:
     metrics = {f"{name}/{key}": value for key, value in {"reward": rollout.reward, **rollout.metrics}.items()}
     return msgspec.structs.replace(rollout, metrics=metrics)
-
-
-def _with_own_metrics(name: str, rollout: Rollout) -> Rollout:
-    own = {key.removeprefix(f"{name}/"): value for key, value in rollout.metrics.items()}
-    own.pop("reward", None)
-    return msgspec.structs.replace(rollout, metrics=own)

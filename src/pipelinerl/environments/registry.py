@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "gcd": "pipelinerl.environments.tasks.gcd:Gcd",
-    "math": "pipelinerl.environments.maths.environment:Maths",
+    "math": "pipelinerl.environments.tasks.maths:Maths",
     "countdown": "pipelinerl.environments.tasks.countdown:Countdown",
-    "reasoning_gym": "pipelinerl.environments.adapters.reasoning_gym:ReasoningGym",
-    "verifiers": "pipelinerl.environments.adapters.verifiers:Verifiers",
+    "reasoning_gym": "pipelinerl.environments.tasks.reasoning_gym:ReasoningGym",
+    "verifiers": "pipelinerl.environments.tasks.verifiers:Verifiers",
     "mixture": "pipelinerl.environments.mixture:Mixture",
     "function": "pipelinerl.environments.user.function:Function",
     "tools": "pipelinerl.environments.user.function:Tools",
@@ -38,7 +38,17 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     """
     environment = build(kind, args, tokenizer, seed)
     if isinstance(environment, JudgedTurn):
-        _try_first_prompt(environment, tokenizer)
+        try:
+            prompt = environment.prompt(environment.problem(0))
+        except Exception:  # noqa: BLE001, S110 - may affect this problem only; failed rollouts are counted and bounded
+            pass
+        else:
+            if not isinstance(prompt, str | Sequence):
+                what = type(prompt).__name__
+                raise EnvironmentSetupError(f"the first problem's prompt is a {what}, not a text or chat messages")
+            if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
+                raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
+            encode_or_refuse(tokenizer, prompt, environment.template_options)
     # The rewards of this package are quick and safe.
     module = getattr(getattr(environment, "reward", None), "__module__", None) or "pipelinerl"
     if isinstance(environment, Task) and environment.isolate_reward and module.partition(".")[0] != "pipelinerl":
@@ -83,19 +93,6 @@ def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
     steps = count * config.actor.group_size / config.trainer.batch_size
     epoch = f"an epoch is {steps:.4g} steps (trainer.steps: {config.trainer.steps})"
     return (*notes, f"data: {count} training problems: {epoch}")
-
-
-def _try_first_prompt(environment: JudgedTurn, tokenizer: Tokenizer) -> None:
-    """Raises EnvironmentSetupError if the model's tokenizer or chat template can't encode the first prompt."""
-    try:
-        prompt = environment.prompt(environment.problem(0))
-    except Exception:  # noqa: BLE001 - may affect this problem only; failed rollouts are counted and bounded
-        return
-    if not isinstance(prompt, str | Sequence):
-        raise EnvironmentSetupError(f"the first problem's prompt is a {type(prompt).__name__}, not a text or chat messages")
-    if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
-        raise EnvironmentSetupError(f"the first problem's prompt has {wrong}")
-    encode_or_refuse(tokenizer, prompt, environment.template_options)
 
 
 RENAMED = {

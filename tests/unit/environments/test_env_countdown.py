@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.maths.numbers import read_expression
 from pipelinerl.environments.tasks.countdown import score
+from pipelinerl.environments.tasks.numbers import read_expression
 from pipelinerl.errors import EnvironmentSetupError
 from tests.unit.environments.env_client import TOKENIZER, rollout
 

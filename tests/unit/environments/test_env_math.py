@@ -9,8 +9,8 @@ import json
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.maths.environment import Maths, final_answer, length_penalty
-from pipelinerl.environments.maths.judge import Judge, JudgeVerdict, quick_verdict
+from pipelinerl.environments.tasks.judge import Judge, JudgeVerdict, quick_verdict
+from pipelinerl.environments.tasks.maths import Maths, final_answer, length_penalty
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout, saying

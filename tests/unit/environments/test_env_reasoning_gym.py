@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.adapters import reasoning_gym
-from pipelinerl.environments.adapters.reasoning_gym import make_tasks, runs_answers, score
+from pipelinerl.environments.tasks import reasoning_gym
+from pipelinerl.environments.tasks.reasoning_gym import score
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout
@@ -71,7 +71,9 @@ def test_an_answer_that_takes_too_long_or_over_which_the_task_raises_scores_noth
     assert (outcome.reward, outcome.metrics["score_raised"], outcome.metrics["score_failed"]) == (0, 0, 1)
 
 
-def test_an_error_over_the_expected_answer_is_no_score(monkeypatch):
+def test_what_is_no_fault_of_the_answer_is_raised(monkeypatch):
+    """A task that raises over its own answer, and problems that differ from process to process."""
+
     class Broken:
         def __getitem__(self, index):
             return {"question": "?", "answer": "1"}
@@ -82,15 +84,8 @@ def test_an_error_over_the_expected_answer_is_no_score(monkeypatch):
     monkeypatch.setattr(reasoning_gym, "_cached_tasks", lambda *_: Broken())
     with pytest.raises(KeyError, match="a fault of the task"):
         score({"name": "any", "args": {}}, {"seed": 1, "index": 0, "question": "?"}, "2")
-
-
-def test_tasks_that_run_answers_are_refused_unless_asked_for():
-    assert not runs_answers(make_tasks("chain_sum", {}, 0))
-    for task in ("puzzle24", "spiral_matrix", "simple_integration"):
-        assert runs_answers(make_tasks(task, {}, 0))
-    with pytest.raises(EnvironmentSetupError, match=r"countdown .* evaluates .* set environment.args.runs_answers"):
-        made(task="countdown")
-    assert made(task="binary_matrix", runs_answers=True).problem(0)
+    with pytest.raises(RolloutError, match="PYTHONHASHSEED=0"):
+        score({"name": "any", "args": {}}, {"seed": 1, "index": 0, "question": "another?"}, "1")
 
 
 @pytest.mark.parametrize(
@@ -100,14 +95,12 @@ def test_tasks_that_run_answers_are_refused_unless_asked_for():
         ({"task": "chain_sum", "args": {"terms": 2}}, r"args don't fit chain_sum of reasoning-gym: .*terms"),
         ({"task": "chain_sum", "args": {"min_terms": 5, "max_terms": 2}}, r"args don't fit chain_sum .*: max_terms"),
         ({"task": "composite"}, "args don't fit composite"),
+        ({"task": "countdown"}, r"countdown .* evaluates .* set environment.args.runs_answers"),
+        ({"task": "spiral_matrix"}, r"spiral_matrix .* evaluates"),
+        ({"task": "simple_integration"}, r"simple_integration .* evaluates"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(args, message):
     with one_line(EnvironmentSetupError, match=message):
         made(**args)
-
-
-def test_problems_that_differ_from_process_to_process_are_noticed():
-    entry = {"seed": 1, "index": 0, "question": "another?"}
-    with pytest.raises(RolloutError, match="PYTHONHASHSEED=0"):
-        score({"name": "chain_sum", "args": {}}, entry, "1")
+    assert made(task="binary_matrix", runs_answers=True).problem(0)

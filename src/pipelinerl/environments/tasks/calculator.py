@@ -11,10 +11,10 @@ from pydantic import Field, Strict
 from pipelinerl.config.schema import Count
 from pipelinerl.environments.chat.messages import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
-from pipelinerl.environments.maths.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
 from pipelinerl.environments.options import Arguments, Options, bounds_of
 from pipelinerl.environments.prompts import check_template_options, with_system
 from pipelinerl.environments.single_turn import is_held_out
+from pipelinerl.environments.tasks.numbers import MAX_OPERAND_DIGITS, answer_in, read_expression
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
 
@@ -90,7 +90,7 @@ class Calculator(ToolTask):
         return with_system(self._options.system, [{"role": "user", "content": question}])
 
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:  # noqa: ARG002
-        return float(answer_in(answer) == problem.payload["value"])
+        return float(answer_in(answer)[0] == problem.payload["value"])
 
     def _draw(self, rng: random.Random, name: str, *, held_out: bool) -> Problem:
         while True:

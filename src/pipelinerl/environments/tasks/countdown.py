@@ -11,10 +11,10 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, Strict
 
 from pipelinerl.config.schema import ShareBelowOne
-from pipelinerl.environments.maths.numbers import last_boxed, read_expression
 from pipelinerl.environments.options import QuestionOptions, QuestionTask, bounds_of
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import SingleTurn, is_held_out
+from pipelinerl.environments.tasks.numbers import last_boxed, read_expression
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem

@@ -41,15 +41,6 @@ def subtract_once(a: int, b: int) -> tuple[int, int]:
     return (a - b, b) if a > b else (a, b - a)
 
 
-def count_steps(a: int, b: int) -> int:
-    """How many subtractions it takes until both numbers are equal."""
-    steps = 0
-    while a != b:
-        a, b = subtract_once(a, b)
-        steps += 1
-    return steps
-
-
 @cache
 def problem_pools(held_out: bool) -> Pools:
     """The pairs a problem may be drawn from: by number of steps, then by answer."""
@@ -59,7 +50,9 @@ def problem_pools(held_out: bool) -> Pools:
             answer = gcd(a, b)
             if a == b or answer > MAX_ANSWER or is_held_out(f"{a:02d},{b:02d}") != held_out:
                 continue
-            steps = count_steps(a, b)
+            steps, left = 0, (a, b)
+            while left[0] != left[1]:
+                steps, left = steps + 1, subtract_once(*left)
             if steps <= MAX_STEPS:
                 pools.setdefault(steps, {}).setdefault(answer, []).append((a, b))
     return {steps: {answer: tuple(pairs) for answer, pairs in by_answer.items()} for steps, by_answer in pools.items()}
@@ -113,21 +106,14 @@ class Gcd(SingleTurn):
     max_tokens = MAX_COMPLETION_TOKENS
 
     def problem(self, index: int) -> Problem:
-        return _problem(f"gcd/{index}", problem_at(index, self.seed, held_out=False))
+        return Problem(id=f"gcd/{index}", payload=dict(vars(problem_at(index, self.seed, held_out=False))))
 
     def held_out(self, count: int) -> Sequence[Problem]:
-        return [_problem(f"gcd/held-out/{number}", problem) for number, problem in enumerate(held_out_problems(count))]
+        tasks = enumerate(held_out_problems(count))
+        return [Problem(id=f"gcd/held-out/{number}", payload=dict(vars(task))) for number, task in tasks]
 
     def prompt(self, problem: Problem) -> str:
-        return prompt_text(_task(problem))
+        return prompt_text(GcdProblem(**problem.payload))
 
     def reward(self, problem: Problem, text: str) -> float:
-        return score(_task(problem), text)
-
-
-def _problem(name: str, task: GcdProblem) -> Problem:
-    return Problem(id=name, payload=dict(vars(task)))
-
-
-def _task(problem: Problem) -> GcdProblem:
-    return GcdProblem(**problem.payload)
+        return score(GcdProblem(**problem.payload), text)

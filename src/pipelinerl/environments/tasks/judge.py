@@ -14,7 +14,7 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from pipelinerl.environments.maths.numbers import NUMBER, exact
+from pipelinerl.environments.tasks.numbers import NUMBER, PLAIN_MARKS, exact
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.extras import require
 
@@ -42,7 +42,6 @@ _UNITS = (
 )
 """Units by their names in the singular; all others are only the same as themselves."""
 _SPACING = re.compile(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])")
-_PLAIN_MARKS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 
 
 class JudgeVerdict(NamedTuple):
@@ -102,12 +101,17 @@ def quick_verdict(expected: str, answer: str) -> bool | None:
     one, other = _plain_number(expected), _plain_number(answer)
     if one is not None and other is not None:  # exactly: math-verify would round
         return one == other
-    return False if _units_differ(expected, answer) else None
+    amount, answered = _UNIT.fullmatch(expected), _UNIT.fullmatch(answer)
+    if amount is None or answered is None or _plain_number(amount["number"]) is None:
+        return None
+    # Numbers with units that are not known to be the same differ: math-verify would leave the units out. 2ab is 2ba.
+    first, second = (_unit(found["text"] or found["letters"]) for found in (amount, answered))
+    return None if sorted(first) == sorted(second) else False
 
 
 def _read(text: str) -> str:
     r"""The text without words before the answer, with one sign for each symbol, and `i` for `\sqrt{-1}`."""
-    text = _LEAD.sub("", text.translate(_PLAIN_MARKS), count=1).replace("{,}", ",").replace("\\!", "")
+    text = _LEAD.sub("", text.translate(PLAIN_MARKS), count=1).replace("{,}", ",").replace("\\!", "")
     return _IMAGINARY.sub("i", text).strip()
 
 
@@ -131,15 +135,6 @@ def _normalised(text: str) -> str:
     text = " ".join(text.strip().strip("$").split())
     removable = r"(?<![\d.,]) | (?![\d.])|(?<=,) (?!\d{3}(?!\d))"
     return re.sub(removable, "", text).removesuffix(".")
-
-
-def _units_differ(expected: str, answer: str) -> bool:
-    """Whether both are numbers with units that are not known to be the same: math-verify would leave the units out."""
-    one, other = _UNIT.fullmatch(expected), _UNIT.fullmatch(answer)
-    if one is None or other is None or _plain_number(one["number"]) is None:
-        return False
-    first, second = (_unit(found["text"] or found["letters"]) for found in (one, other))
-    return sorted(first) != sorted(second)  # 2ab is 2ba
 
 
 def _unit(name: str) -> str:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from pipelinerl.config.schema import Count, Natural, NotNegative, Positive, ShareBelowOne
 from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, without
-from pipelinerl.environments.maths.judge import MAX_ANSWER, Judge, JudgeVerdict
-from pipelinerl.environments.maths.numbers import answer_in, last_boxed, marks_answer, number_of
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import Judgement, is_held_out
+from pipelinerl.environments.tasks.judge import MAX_ANSWER, Judge, JudgeVerdict
+from pipelinerl.environments.tasks.numbers import answer_in, last_boxed, number_of
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem, Turn
@@ -91,9 +91,9 @@ class Maths(ProblemSet, QuestionTask):
         text, expected, options = turn.text, problem.payload["answer"], self._options
         boxed = last_boxed(text) is not None
         if self._judge is None:
-            number = answer_in(text)
+            number, is_marked = answer_in(text)
             verdict = JudgeVerdict(number is not None and number == number_of(expected))
-            marked = boxed or marks_answer(text)
+            marked = boxed or (is_marked and number is not None)
         else:
             verdict, marked = await self._judge.verdict(expected, answer_of(text)), boxed
         score = 1.0 if verdict.right else options.format_reward if marked else 0.0
@@ -121,7 +121,7 @@ def answer_of(text: str) -> str:
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
-    number = answer_in(text)
+    number, _ = answer_in(text)
     return "" if number is None else str(number)
 
 

@@ -32,23 +32,24 @@ _MARKED = re.compile(r"####\s*(?P<answer>[^\n]*)")
 _CLOSING = ")]}%"
 _FRACTION_COMMAND = re.compile(r"\\[dt]?frac\s*\{\s*(-?)\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
 _BOXED = "\\boxed{"
-_PLAIN = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " "})  # noqa: RUF001 - found in generated text
+PLAIN_MARKS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
+"""Minus signs, a dash and kinds of spaces in generated text."""
 
 
-def answer_in(text: str) -> Fraction | None:
-    r"""The number that a text gives as its answer.
+def answer_in(text: str) -> tuple[Fraction | None, bool]:
+    r"""The number that a text gives as its answer, and whether its place is marked.
 
-    That is the first number after the last `####`, else the last one in the last `\boxed{}`, else the last one in the text.
-    None if the place chosen has no number.
+    That is the first number after the last `####`, else the last one in the last `\boxed{}`, else the last one in the text,
+    which is not marked. None if the place chosen has no number.
     """
-    number, _ = _answer_and_mark(text)
-    return number
-
-
-def marks_answer(text: str) -> bool:
-    r"""Whether the text marks its answer: a number after the last `####`, or in the last `\boxed{}`."""
-    number, is_marked = _answer_and_mark(text)
-    return is_marked and number is not None
+    text = _simplified(text)
+    marked = list(_MARKED.finditer(text))
+    if marked:
+        first = _NUMBER.search(marked[-1]["answer"])
+        return (_value(first) if first else None), True
+    boxed = last_boxed(text)
+    numbers = list(_NUMBER.finditer(text if boxed is None else boxed))
+    return (_value(numbers[-1]) if numbers else None), boxed is not None
 
 
 def number_of(text: str) -> Fraction | None:
@@ -63,20 +64,8 @@ def number_of(text: str) -> Fraction | None:
     return _value(match)
 
 
-def _answer_and_mark(text: str) -> tuple[Fraction | None, bool]:
-    """The number at the place where a text gives its answer, and whether that place is marked."""
-    text = _simplified(text)
-    marked = list(_MARKED.finditer(text))
-    if marked:
-        first = _NUMBER.search(marked[-1]["answer"])
-        return (_value(first) if first else None), True
-    boxed = last_boxed(text)
-    numbers = list(_NUMBER.finditer(text if boxed is None else boxed))
-    return (_value(numbers[-1]) if numbers else None), boxed is not None
-
-
 def _simplified(text: str) -> str:
-    text = text.translate(_PLAIN).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
+    text = text.translate(PLAIN_MARKS).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
     return _FRACTION_COMMAND.sub(r"\1\2/\3", text)
 
 

@@ -29,6 +29,7 @@ CHUNK = 500
 """Entries per seed. Several tasks have a fixed number of entries, or create all of them at once."""
 
 _RUNS_TEXT = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
+"""In the source of a task that runs answers: `eval`, `exec`, or a sympy parser that uses `eval`."""
 _MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TRIES = 64
 _HELD_OUT_CHUNKS = 100
@@ -66,7 +67,8 @@ class ReasoningGym(QuestionTask):
         self._options = options = ReasoningGymOptions.read(args)
         super().__init__(tokenizer, seed, options)
         self._chunk = lru_cache(maxsize=4)(partial(make_tasks, options.task, options.args or {}))
-        if runs_answers(self._chunk(0)) and not options.runs_answers:
+        source = inspect.getsource(type(self._chunk(0)))
+        if _RUNS_TEXT.search(source) and not options.runs_answers:
             raise EnvironmentSetupError(
                 f"{options.task} of reasoning-gym evaluates parts of answers as Python, so a model's text would run on this "
                 "machine; set environment.args.runs_answers to true if that is what you want"
@@ -148,11 +150,6 @@ def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EnvironmentSetupError(f"environment.args.args don't fit {name} of reasoning-gym: {reason}") from error
-
-
-def runs_answers(tasks: Any) -> bool:
-    """Whether the source of the task's class calls `eval`, `exec`, or a sympy parser that uses `eval`."""
-    return _RUNS_TEXT.search(inspect.getsource(type(tasks))) is not None
 
 
 def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> float | None:

@@ -59,7 +59,7 @@ class Verifiers(ProblemSet):
         require("verifiers", "environment.kind verifiers")
         require_chat(tokenizer, "environment.kind verifiers")
         # Imported here because verifiers takes seconds to import and is an optional dependency.
-        from pipelinerl.environments.adapters.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
+        from pipelinerl.environments.tasks.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
 
         loaded = load_environment(options.environment, options.load, options.args or {})
         if loaded.evaluation is None:
