@@ -8,6 +8,8 @@ import logging
 import math
 import tempfile
 from collections import deque
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -98,22 +100,16 @@ async def single_turn(problem, client):
 # ------------------------------------------------------------------------------------------------- the client
 
 
-async def test_completions_go_to_those_who_asked():
-    engine = ScriptedEngine(lambda r: say("to " + chr(r.prompt_ids[0])), slots=2)
+async def test_completions_go_to_those_who_asked_and_a_request_that_can_not_be_served_fails_alone():
+    engine = ScriptedEngine(lambda r: say("to " + chr(r.prompt_ids[0])), slots=2, max_length=25)
     client = EngineClient(engine)
-    results = await drive(client, *(client.generate(request(name, name)) for name in "abcd"))
+    asked = [*(client.generate(request(name, name)) for name in "abcd"), client.generate(request("e", "p" * 10))]
+    *results, too_long, twice = await drive(client, *asked, client.generate(request("a")))
     assert [TOKENIZER.decode(c.token_ids) for c in results] == [f"to {name}\0" for name in "abcd"]
     assert [c.request_id for c in results] == list("abcd")
     assert max(engine.batch_sizes) == 2
     assert client.open_requests == 0
-
-
-async def test_a_request_that_can_not_be_served_fails_alone():
-    client = EngineClient(ScriptedEngine(lambda r: say("x"), max_length=25))
-    fine, too_long = await drive(client, client.generate(request("a")), client.generate(request("b", "p" * 10)))
-    assert fine.token_ids == tuple(say("x"))
     assert isinstance(too_long, PromptTooLongError)
-    (_, twice) = await drive(client, client.generate(request("c")), client.generate(request("c")))
     assert isinstance(twice, RequestError)
 
 
@@ -131,39 +127,27 @@ async def test_cancelling_the_caller_cancels_the_request():
     assert engine.in_progress == client.open_requests == 0
 
 
-async def test_streaming():
-    client = EngineClient(ScriptedEngine(lambda r: say("abc")))
-    view = rollout_client(client)
-
-    async def consume():
-        return [event async for event in view.stream([5])]
-
-    ((*events,),) = await drive(client, consume())
-    assert [event.token_id for event in events] == say("abc")
-    assert [event.index for event in events] == [0, 1, 2, 3]
-    (completion,) = view.completions
-    assert completion.finish_reason == "stop"
-    assert completion.token_ids == tuple(say("abc"))
-
-
-async def test_leaving_a_stream_early_cancels_and_records_what_was_seen():
+@pytest.mark.parametrize(("leave_at", "text", "reason"), [(None, "a long answer\0", "stop"), (2, "a l", "cancelled")])
+async def test_a_stream_is_recorded_as_far_as_it_was_read(leave_at, text, reason):
     engine = ScriptedEngine(lambda r: say("a long answer"))
     client = EngineClient(engine)
-    view = rollout_client(client)
+    view, events = rollout_client(client), []
 
     async def consume():
         async for event in view.stream([5]):
-            if event.index == 2:
+            events.append(event)
+            if event.index == leave_at:
                 break
 
     await drive(client, consume())
     await asyncio.sleep(0.01)
     await client.advance()
-    assert engine.cancelled == ["g0.a0.t0"]
+    assert engine.cancelled == ["g0.a0.t0"] * (reason == "cancelled")
     (completion,) = view.completions
-    assert completion.token_ids == tuple(TOKENIZER.encode("a l"))
-    assert completion.finish_reason == "cancelled"
-    assert completion.weight_versions == (VersionSpan(0, 0, 3),)
+    assert tuple(event.token_id for event in events) == completion.token_ids == tuple(TOKENIZER.encode(text))
+    assert [event.index for event in events] == list(range(len(text)))
+    assert completion.finish_reason == reason
+    assert completion.weight_versions == (VersionSpan(0, 0, len(text)),)
     turn = Turn(prompt_ids=(5,), completion=completion)
     assert check_rollout(Rollout(turns=(turn,), reward=0), view.produced()).turns == (turn,)
 
@@ -178,6 +162,7 @@ async def test_request_ids_seeds_and_limits():
     seeds = [r.sampling.seed for r in engine.requests]
     assert seeds[:2] == [derive_seed(derive_seed(7, 1, 0), 0), derive_seed(derive_seed(7, 1, 0), 1)]
     assert len(set(seeds)) == 3
+    assert derive_seed(0, 1, 2) == 603432347784401458, "on every machine"
     first.close()
     with pytest.raises(RolloutError, match=r"g1\.a0 is over"):
         await first.generate([1])
@@ -213,13 +198,6 @@ async def test_rollouts_that_got_tokens_run_until_they_ask_for_more_or_end():
         await awake.settle()
         await engine.advance()
         await asyncio.sleep(0)
-
-
-def test_seeds_are_the_same_on_every_machine_and_differ():
-    assert derive_seed(0, 1, 2) == 603432347784401458
-    seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
-    assert len(seeds) == 1000
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 # ---------------------------------------------------------------------------------------------- one attempt
@@ -316,49 +294,20 @@ async def prompts_too_long(problem, client):
     await client.generate([1] * 100)
 
 
-@pytest.mark.parametrize(
-    ("code", "reason", "message"),
-    [
-        (exits, "raised", "SystemExit: 1"),
-        (lambda problem, client: exits, "raised", "TypeError"),
-        (awaits_something_cancelled, "raised", "awaited something that was cancelled"),
-        (prompts_too_long, "prompt_too_long", "100"),
-    ],
-)
-def test_other_ways_to_fail(code, reason, message):
-    outcome = play(code)
-    assert outcome.reason == reason
-    assert message in outcome.message
-
-
-def replaced(**changes):
-    async def code(problem, client):
-        rollout = await single_turn(problem, client)
-        return msgspec.structs.replace(rollout, **changes)
-
-    return code
-
-
-def altered(**changes):
-    async def code(problem, client):
-        rollout = await single_turn(problem, client)
-        (turn,) = rollout.turns
-        completion = msgspec.structs.replace(turn.completion, **changes)
-        return Rollout(turns=(msgspec.structs.replace(turn, completion=completion),), reward=1)
-
-    return code
-
-
-def with_turn(**changes):
-    async def code(problem, client):
-        rollout = await single_turn(problem, client)
-        return Rollout(turns=(msgspec.structs.replace(rollout.turns[0], **changes),), reward=1)
-
-    return code
-
-
 async def returns_none(problem, client):
     return None
+
+
+def changed(*, turn=None, completion=None, **rollout):
+    """A rollout with other values of these fields, of its turn's and of its completion's."""
+
+    async def code(problem, client):
+        made = await single_turn(problem, client)
+        done = msgspec.structs.replace(made.turns[0].completion, **(completion or {}))
+        one = msgspec.structs.replace(made.turns[0], **{"completion": done, **(turn or {})})
+        return msgspec.structs.replace(made, **{"turns": (one,), **rollout})
+
+    return code
 
 
 async def repeats_a_turn(problem, client):
@@ -367,36 +316,39 @@ async def repeats_a_turn(problem, client):
 
 
 @pytest.mark.parametrize(
-    ("code", "complaint"),
+    ("code", "reason", "message"),
     [
-        (returns_none, "returned None, not a Rollout"),
-        (replaced(turns=()), "no turns"),
-        (replaced(turns=("x",)), "not a Turn"),
-        (replaced(reward=math.nan), "the reward is nan"),
-        (replaced(reward=10**400), "not a finite number"),
-        (replaced(reward=None), "the reward is None"),
-        (replaced(metrics={"m": math.nan}), "metric 'm' is nan"),
-        (replaced(metrics=[1]), "metrics are a list"),
-        (altered(token_ids=(1, 2)), "`token_ids` of g0.a0.t0"),
-        (altered(weight_versions=()), "`weight_versions` of g0.a0.t0"),
-        (altered(request_id="g0.a1.t0"), "no completion 'g0.a1.t0'"),
-        (with_turn(prompt_ids=(1, 2, 3)), "`prompt_ids` are not the ids"),
-        (with_turn(text=None), "`text` is None"),
-        (repeats_a_turn, "repeats request g0.a0.t0"),
+        (exits, "raised", "SystemExit: 1"),
+        (lambda problem, client: exits, "raised", "TypeError"),
+        (awaits_something_cancelled, "raised", "awaited something that was cancelled"),
+        (prompts_too_long, "prompt_too_long", "100"),
+        (returns_none, "bad_rollout", "returned None, not a Rollout"),
+        (changed(turns=()), "bad_rollout", "no turns"),
+        (changed(turns=("x",)), "bad_rollout", "not a Turn"),
+        (changed(reward=math.nan), "bad_rollout", "the reward is nan"),
+        (changed(reward=10**400), "bad_rollout", "not a finite number"),
+        (changed(reward=None), "bad_rollout", "the reward is None"),
+        (changed(metrics={"m": math.nan}), "bad_rollout", "metric 'm' is nan"),
+        (changed(metrics=[1]), "bad_rollout", "metrics are a list"),
+        (changed(completion={"token_ids": (1, 2)}), "bad_rollout", "`token_ids` of g0.a0.t0"),
+        (changed(completion={"weight_versions": ()}), "bad_rollout", "`weight_versions` of g0.a0.t0"),
+        (changed(completion={"request_id": "g0.a1.t0"}), "bad_rollout", "no completion 'g0.a1.t0'"),
+        (changed(turn={"prompt_ids": (1, 2, 3)}), "bad_rollout", "`prompt_ids` are not the ids"),
+        (changed(turn={"text": None}), "bad_rollout", "`text` is None"),
+        (repeats_a_turn, "bad_rollout", "repeats request g0.a0.t0"),
     ],
 )
-def test_bad_rollouts(code, complaint):
+def test_other_ways_to_fail(code, reason, message):
     outcome = play(code)
-    assert outcome.reason == "bad_rollout"
-    assert complaint in outcome.message
+    assert outcome.reason == reason
+    assert message in outcome.message
 
 
 def test_a_good_rollout_has_floats_and_text_that_json_can_hold():
-    outcome = play(replaced(reward=True, metrics={"m": 2}))
+    outcome = play(changed(reward=True, metrics={"m": 2}, turn={"text": "a\udc80b"}))
     assert (outcome.reward, outcome.metrics) == (1.0, {"m": 2.0})
     assert type(outcome.reward) is float
     assert outcome.turns[0].completion.token_ids == tuple(say("hello"))
-    outcome = play(with_turn(text="a\udc80b"))
     assert msgspec.json.decode(msgspec.json.encode(outcome), type=Rollout).turns[0].text == "a?b"
 
 
@@ -425,26 +377,23 @@ def test_too_many_failures_of_a_full_window_or_of_the_first_attempts_end_the_run
     patient.check()
 
 
-def test_only_the_first_failures_of_a_kind_are_shown(caplog):
-    log = FailureLog(1.0, 100)
+@pytest.mark.parametrize("shown", [3, 0])
+def test_only_the_first_failures_of_a_kind_are_shown(caplog, shown):
+    log = FailureLog(1.0, 100, shown=shown)
     with caplog.at_level(logging.WARNING):
         for number in range(10):
             log.failure(Failure("raised", "ValueError: x", "TRACE"), f"g{number}.a0")
-    assert caplog.text.count("TRACE") == 3
-    assert log.counts == {"raised": 10}
-    caplog.clear()
-    silent = FailureLog(1.0, 100, shown=0)
-    silent.failure(Failure("raised", "ValueError: x", "TRACE"), "g0.a0")
-    assert (silent.counts, caplog.text) == ({"raised": 1}, "")
+    assert (caplog.text.count("TRACE"), log.counts) == (shown, {"raised": 10})
 
 
 # ------------------------------------------------------------------------------------------------- the actor
 
 
 class Receiver:
+    """`updates` are on offer; `receipts` those that were acknowledged."""
+
     def __init__(self):
-        self.updates = deque()
-        self.receipts = []
+        self.updates, self.receipts = deque(), []
 
     def offered(self):
         return self.updates[0].version if self.updates else None
@@ -454,18 +403,6 @@ class Receiver:
 
     def acknowledge(self, receipt):
         self.receipts.append(receipt)
-
-    def close(self):
-        pass
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 0.001
-        return self.now
 
 
 class Limited:
@@ -528,7 +465,11 @@ class Harness:
         self.groups = GroupRunner(context, config)
         self.evaluated = []
         self.evaluations = Evaluations(
-            context, evaluation or EvaluationConfig(), on_done=self.ended, until=until, reached=reached
+            context,
+            evaluation or EvaluationConfig(),
+            on_done=lambda *ended: self.evaluated.append(ended),
+            until=until,
+            reached=reached,
         )
         self.actor = Actor(
             groups=self.groups,
@@ -536,12 +477,9 @@ class Harness:
             board=self.board,
             admission=admission,
             receiver=self.receiver,
-            clock=Clock(),
+            clock=partial(next, count(0, 0.001)),
         )
         self.actor.idle_s = 0.0
-
-    def ended(self, record, answers):
-        self.evaluated.append((record, answers))
 
     @property
     def records(self):
@@ -572,9 +510,19 @@ def run(harness, times):
     return harness
 
 
-def test_groups_of_k_attempts_come_out_whole():
-    harness = run(Harness(k=3, groups=3), 40)
+def test_groups_of_k_attempts_come_out_whole_and_are_recorded_before_they_are_in_the_stream():
+    """A launcher that is killed leaves no group in the stream without a record."""
+    harness = Harness(k=3, groups=3)
+    append, recorded_first = harness.stream.append, []
+
+    def watched(item, *arguments):
+        recorded_first.append(harness.recorded.read_bytes().endswith(item + b"\n"))
+        return append(item, *arguments)
+
+    harness.stream.append = watched
+    run(harness, 40)
     groups = harness.read()
+    assert recorded_first == [True] * 3
     assert [group.index for group in groups] == [0, 1, 2]
     for group in groups:
         assert group.problem == Problem(id=f"p{group.index}", payload={"n": group.index})
@@ -635,16 +583,22 @@ def some_fail(which):
     return Task(code)
 
 
-def test_failed_attempts_cost_themselves_alone():
+def bad_problem(index):
+    if index == 1:
+        raise LookupError("no such problem")
+    return {2: "a string", 3: Problem(id="p3", payload={"not": object()})}.get(index, Problem(id=f"p{index}", payload={}))
+
+
+def test_failed_attempts_cost_themselves_alone_and_problems_that_can_not_be_made_their_groups():
     harness = run(Harness(some_fail(lambda name: name.endswith("a1")), k=3, groups=4), 60)
     groups = harness.read()
-    assert len(groups) == 4
-    for group in groups:
-        assert [rollout.attempt for rollout in group.rollouts] == [0, 2]
-        assert group.dropped == {"raised": 1}
-        assert group.started == 3
+    assert [[rollout.attempt for rollout in group.rollouts] for group in groups] == [[0, 2]] * 4
+    assert [(group.dropped, group.started) for group in groups] == [({"raised": 1}, 3)] * 4
     assert harness.progress().rollouts_dropped == {"raised": 4}
     assert harness.progress().rollouts_handed_over == 8
+    harness = run(Harness(Task(problem=bad_problem), groups=5), 40)
+    by_index = {group.index: group.dropped for group in harness.read()}
+    assert by_index == {0: {}, 1: {"raised": 2}, 2: {"raised": 2}, 3: {"raised": 2}, 4: {}}
 
 
 async def test_what_was_sampled_for_a_dropped_rollout_is_counted_with_the_reason():
@@ -725,28 +679,6 @@ async def test_an_environment_may_score_the_rollouts_of_a_group_together():
     assert [(group.index, len(group.rollouts)) for group in harness.read()][-1] == (3, 3)
     assert harness.groups.progress().rollouts_dropped == {"raised": 4, "bad_rollout": 3}
     assert harness.groups.progress().dropped_tokens == {"raised": 4 * 6, "bad_rollout": 3 * 6}
-
-
-def bad_problem(index):
-    if index == 1:
-        raise LookupError("no such problem")
-    if index == 2:
-        return "a string"
-    if index == 3:
-        return Problem(id="p3", payload={"not": object()})
-    return Problem(id=f"p{index}", payload={})
-
-
-def test_problems_that_can_not_be_made_are_dropped_groups():
-    harness = run(Harness(Task(problem=bad_problem), groups=5), 40)
-    by_index = {group.index: group for group in harness.read()}
-    assert {index: group.dropped for index, group in by_index.items()} == {
-        0: {},
-        1: {"raised": 2},
-        2: {"raised": 2},
-        3: {"raised": 2},
-        4: {},
-    }
 
 
 @pytest.mark.parametrize(
@@ -884,18 +816,3 @@ def test_the_lag_bound_holds_without_dropping_anything(max_lag, batch_size, slot
     asyncio.run(main())
     assert version > 3
     assert 0 <= min(lags) <= max(lags) <= max_lag
-
-
-def test_a_group_is_recorded_once_and_before_it_is_in_the_stream():
-    """A launcher that is killed leaves no group in the stream without a record."""
-    harness = Harness(groups=3)
-    append, recorded_first = harness.stream.append, []
-
-    def watched(item, *arguments):
-        recorded_first.append(harness.recorded.read_bytes().endswith(item + b"\n"))
-        return append(item, *arguments)
-
-    harness.stream.append = watched
-    run(harness, 40)
-    assert recorded_first == [True] * 3
-    assert harness.records == harness.read()

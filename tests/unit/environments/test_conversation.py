@@ -129,29 +129,26 @@ def test_stripped_thoughts_begin_a_segment() -> None:
     assert len(join_turns(conversation.turns).segments) == 3
 
 
+ASKED, SAID, MORE = user("What is it?"), {"role": "assistant", "content": "five"}, user("And now?")
+
+
 @pytest.mark.parametrize(
     "history",
     [
-        [user("What is it?"), {"role": "assistant", "content": "six"}, user("And now?")],
-        [user("What was it?"), {"role": "assistant", "content": "five"}, user("And now?")],
-        [user("And now?")],
-        [
-            {"role": "system", "content": "!"},
-            user("What is it?"),
-            {"role": "assistant", "content": "five"},
-            user("And now?"),
-        ],
+        [ASKED, {"role": "assistant", "content": "six"}, MORE],
+        [user("What was it?"), SAID, MORE],
+        [MORE],
+        [{"role": "system", "content": "!"}, ASKED, SAID, MORE],
     ],
     ids=["another answer", "another question", "forgotten", "another system"],
 )
-def test_a_history_that_the_caller_changed_is_encoded_anew(history) -> None:
+def test_a_history_that_the_caller_changed_is_encoded_whole(history) -> None:
     tokenizer = make_tokenizer()
     conversation = Conversation(SamplingClient.saying(tokenizer, "five", "so"))
-    asyncio.run(conversation.ask([user("What is it?")]))
+    asyncio.run(conversation.ask([ASKED]))
     second = asyncio.run(conversation.ask(history))
     assert list(second.prompt.ids) == rendered(tokenizer, history)
-    assert conversation.metrics["new_segments"] == 1
-    assert conversation.metrics["rewritten_history"] == 0
+    assert (conversation.metrics["new_segments"], conversation.metrics["rewritten_history"]) == (1, 0)
 
 
 # ------------------------------------------------------------------------------------------------ tools
@@ -279,19 +276,14 @@ def test_one_question_asked_twice_has_two_answers_and_either_can_go_on() -> None
         ([{"role": "user", "content": [{"type": "image_url"}]}], "type `text`"),
         ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls"),
         ([{"role": "tool", "content": "5"}], "a result of no call"),
+        (None, "no chat template"),
     ],
 )
 def test_messages_that_cannot_be_rendered_are_refused_in_one_line(messages, what) -> None:
-    conversation = Conversation(SamplingClient.saying(make_tokenizer(template=ALTERNATES)))
+    template = None if messages is None else ALTERNATES
+    conversation = Conversation(SamplingClient.saying(make_tokenizer(template=template)))
     with one_line(RequestError, match=what):
-        conversation.prompt(messages)
-
-
-def test_without_a_template_there_is_text() -> None:
-    tokenizer = make_tokenizer(template=None)
-    conversation = Conversation(SamplingClient.saying(tokenizer, "five", "six"))
-    with pytest.raises(RequestError, match="no chat template"):
-        asyncio.run(conversation.ask([user("?")]))
+        conversation.prompt([user("?")] if messages is None else messages)
 
 
 # ------------------------------------------------------------------------------------------------ special tokens are text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.data import ProblemSet, Split, read_rows
+from pipelinerl.environments.data import ProblemSet, Split, parse_name, read_rows
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.types import Problem
 from tests.unit.environments.env_client import TOKENIZER, one_line
@@ -59,19 +59,62 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch: pyte
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_bytes('{"a": 1}'.encode("utf-16"))
-    with one_line(EnvironmentSetupError, "d.jsonl:1 is not JSON: "):
-        list(read_rows(tmp_path / "d.jsonl"))
-    (tmp_path / "d.parquet").write_bytes(b"PAR1 no PAR1")
-    with one_line(EnvironmentSetupError, "d.parquet is not Parquet"):
-        list(read_rows(tmp_path / "d.parquet"))
+    for name, content, said in (
+        ("d.jsonl", '{"a": 1}'.encode("utf-16"), "d.jsonl:1 is not JSON: "),
+        ("d.parquet", b"PAR1 no PAR1", "d.parquet is not Parquet"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with one_line(EnvironmentSetupError, said):
+            list(read_rows(tmp_path / name))
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def test_parquet_is_read_with_nested_values(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": n, "score": n / 2} for n in range(5)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    write_parquet(tmp_path / "d.parquet", rows)
     assert list(read_rows(tmp_path / "d.parquet")) == list(enumerate(rows, 1))
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("dataset:openai/gsm8k/main:train", ("openai/gsm8k", "main", "train")),
+        ("dataset:owner/name:test[:10%]", ("owner/name", None, "test[:10%]")),
+        ("dataset:owner/name:test", ("owner/name", None, "test")),
+        *(
+            (wrong, None)
+            for wrong in ("dataset:", "dataset:train", "dataset:a:train", "dataset:a/b/c/d:train", "dataset:a/b:")
+        ),
+    ],
+)
+def test_a_data_set_has_an_owner_a_name_perhaps_a_config_and_a_split(source: str, name: Any) -> None:
+    if name is not None:
+        assert parse_name(source) == name
+        return
+    with one_line(EnvironmentSetupError, match="write dataset:OWNER/NAME:SPLIT"):
+        parse_name(source)
+
+
+def test_a_folder_of_parquet_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real `datasets`; the hub itself is not asked."""
+    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"question": f"{n} + {n}?", "answer": f"twice\n#### {2 * n}"} for n in range(20)]
+    folder = tmp_path / "sums"
+    for split, part in (("train", rows), ("test", rows[:3])):
+        write_parquet(folder / f"{split}-00000-of-00001.parquet", part)
+    args = {"path": f"dataset:{folder}:train", "held_out_path": f"dataset:{folder}:test", "judge": "numbers"}
+    environment = make_environment("math", args, TOKENIZER, seed=0)
+    assert sorted(problem.payload["answer"] for problem in environment.held_out(5)) == ["0", "2", "4"]
+    assert {problem.id.rpartition("/")[2] for problem in environment.held_out(3)} == {"1", "2", "3"}
+    questions = {environment.problem(index).payload["question"] for index in range(17)}
+    assert questions == {row["question"] for row in rows[3:]}
+    with one_line(EnvironmentSetupError, match="a file has no splits"):
+        list(read_rows(Path(f"dataset:{folder}/train-00000-of-00001.parquet:train")))
 
 
 def test_held_out_problems_are_a_sample_that_depends_on_their_content_only() -> None:

@@ -33,10 +33,8 @@ def test_turns_are_spread_evenly(counts):
 
 
 def test_shares_are_exact_and_no_environment_skips_a_problem():
-    environment, inner = (
-        mixture(),
-        {name: make_environment(part["kind"], part.get("args", {}), TOKENIZER, 0) for name, part in TWO.items()},
-    )
+    environment = mixture()
+    inner = {name: make_environment(part["kind"], part.get("args", {}), TOKENIZER, 0) for name, part in TWO.items()}
     problems = [environment.problem(index) for index in range(40)]
     for start in range(0, 40, 4):
         shares = Counter(problem.payload["environment"] for problem in problems[start : start + 4])

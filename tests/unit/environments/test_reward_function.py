@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import numpy as np
 import pytest
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
@@ -13,9 +12,8 @@ from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import attempt, score
 from pipelinerl.api import _named_rewards
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.user.code import names_a_function, score_of
-from pipelinerl.errors import EnvironmentSetupError, RolloutError
-from pipelinerl.types import Rollout, SamplingParams, finite
+from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.types import Rollout, SamplingParams
 from tests.unit.environments.env_client import one_line
 from tests.unit.environments.test_environments import ChatTokenizer
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
@@ -140,30 +138,28 @@ def test_a_call_that_is_ended_costs_one_rollout_or_is_worth_what_the_user_says(t
 )
 def test_prompts(task, args, prompt):
     environment = task(ChatTokenizer(), **args)
-    (problem,) = [found for found in map(environment.problem, range(20)) if found.payload["question"] == "3 + 3?"][:1]
+    problem = next(found for found in map(environment.problem, range(20)) if found.payload["question"] == "3 + 3?")
     _, asked = play(environment, problem, ["6"], ChatTokenizer())
     assert asked == prompt
+    for made in ("answered", "chat"):  # what a function makes is checked
+        environment = task(ChatTokenizer(), prompt=f"rewards.py:{made}", system="x")
+        (failed,), _ = play(environment, environment.problem(0), ["1"], ChatTokenizer(), asked=False)
+        assert (failed.reason, failed.message.startswith("prompt returned chat messages ")) == ("bad_rollout", True)
 
 
-def test_what_is_held_out_does_not_depend_on_the_order_and_repeats_stay_together(task):
-    rows = [{"question": f"q{n // 3}", "answer": str(n)} for n in range(30)]
-
+def test_what_is_held_out_does_not_depend_on_the_order_and_repeats_stay_together(task, tmp_path):
     def questions(environment):
         return {problem.payload["question"] for problem in environment.held_out(100)}
 
+    rows = [{"question": f"q{n // 3}", "answer": str(n)} for n in range(30)]
     environment = task(lines=rows)
-    assert len(questions(environment)) == 1
-    assert len(environment.held_out(100)) == 3
+    assert (len(questions(environment)), len(environment.held_out(100))) == (1, 3)
     assert questions(task(lines=rows[::-1])) == questions(environment)
-
-
-def test_a_file_of_held_out_examples(task, tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"question": "3 + 3?", "answer": "6"}\n{"question": "new", "answer": "0"}\n')
     environment = task(held_out=str(tmp_path / "eval.jsonl"))
-    assert {problem.payload["question"] for problem in environment.held_out(9)} == {"3 + 3?", "new"}
+    assert questions(environment) == {"3 + 3?", "new"}
     trained = {environment.problem(index).payload["question"] for index in range(19)}
-    assert len(trained) == 19
-    assert "3 + 3?" not in trained
+    assert (len(trained), "3 + 3?" in trained) == (19, False)
     with pytest.raises(EnvironmentSetupError, match="all of its 1 problems are held out"):
         task(lines=[GOOD], held_out=str(tmp_path / "data.jsonl"))
     assert task(lines=[GOOD]).held_out(9) == []  # of a share something is left
@@ -221,53 +217,6 @@ def test_a_mistake_is_one_line(task, name):
         task(**args)
 
 
-@pytest.mark.parametrize("made", ["answered", "chat"])
-def test_a_prompt_that_a_function_makes_is_checked(task, made):
-    environment = task(ChatTokenizer(), prompt=f"rewards.py:{made}", system="x")
-    (failed,), _ = play(environment, environment.problem(0), ["1"], ChatTokenizer(), asked=False)
-    assert (failed.reason, failed.message.startswith("prompt returned chat messages ")) == ("bad_rollout", True)
-
-
-def test_numbers_of_other_libraries_are_rewards():
-    assert [finite(value, "r") for value in (True, 2, np.float32(0.5), np.int64(3), np.array(1.5))] == [
-        1,
-        2,
-        0.5,
-        3,
-        1.5,
-    ]
-    for value in ("1", None, [1.0], 1j, float("inf"), 10**400, np.float64("nan")):
-        with pytest.raises(RolloutError):
-            finite(value, "r")
-
-
-PAIR = (0.5, {"digits": 3, "short": np.bool_(True)})
-
-
-@pytest.mark.parametrize("returned", [PAIR, [*PAIR], {"reward": 0.5, **PAIR[1]}])
-def test_a_reward_and_its_metrics_may_be_a_pair_or_a_dict(returned):
-    assert score_of(returned, "r") == (0.5, {"digits": 3.0, "short": 1.0})
-
-
-@pytest.mark.parametrize(
-    "returned",
-    [(), (1.0,), [1.0], (1.0, 2.0), (1.0, {}, {}), (1.0, None), (1.0, {"reward": 1.0}), ({}, 1.0), {1.0}, None, "1"],
-)
-def test_what_is_no_reward_is_named_with_what_one_is(returned):
-    kind = "None" if returned is None else f"a {type(returned).__name__}"
-    with pytest.raises(RolloutError) as caught:
-        score_of(returned, "r")
-    assert (
-        str(caught.value)
-        == f"the result of r is {kind}, not a number, a dict of 'reward' and other numbers, or (reward, dict)"
-    )
-
-
-def test_what_names_a_function():
-    assert all(map(names_a_function, ("rewards.py:ask", "a/b c/rewards.py:ask", "package.module:ask")))
-    assert not any(map(names_a_function, ("question", "rewards.py", "rewards.py:", ":ask", "the question: text")))
-
-
 SEVERAL = """
 import asyncio
 
@@ -312,18 +261,13 @@ def test_several_functions_are_added_with_their_weights_and_each_is_a_metric(tas
     assert wrong.reward == pytest.approx(-0.25 * 8 + 0.5)
 
 
-def test_calls_of_async_functions_wait_together_up_to_a_limit(task, tmp_path):
-    environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", concurrency=3)
+def test_async_functions_wait_together_with_limits_on_number_and_time_and_their_errors_name_the_line(task, tmp_path):
+    environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", concurrency=3, timeout_s=0.3, isolate=True)
 
     async def main():
-        calls = [environment._functions.call("reward", "text", {}) for _ in range(8)]
-        return await asyncio.gather(*calls)
+        return await asyncio.gather(*(environment._functions.call("reward", "text", {}) for _ in range(8)))
 
     assert max(asyncio.run(main())) == 3
-
-
-def test_an_async_function_has_a_time_limit_and_its_errors_name_the_line(task, tmp_path):
-    environment = task(rewards=SEVERAL, reward=f"{tmp_path}/rewards.py:judge", timeout_s=0.3, isolate=True)
     (late, raised), _ = play(environment, environment.problem(0), ["never", "raise"])
     assert (late.reason, late.message) == ("timeout", "reward (rewards.py:judge): it took longer than 0.3 s")
     assert raised.message == "RuntimeError: reward: rewards.py, line 19: ValueError: no verdict"

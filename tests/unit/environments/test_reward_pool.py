@@ -68,6 +68,11 @@ def file(tmp_path):
     return tmp_path / "functions.py"
 
 
+@pytest.fixture
+def pool(file):
+    return FunctionPool({"act": f"{file}:act"}, LIMITS)
+
+
 def play(pool, *calls):
     """The outcomes of calls, one after the other: values, or exceptions."""
 
@@ -103,15 +108,13 @@ DEADLY = {
 }
 
 
-def test_a_call_that_ends_its_process_costs_that_call(file):
-    calls = [[what] for deadly in DEADLY for what in ("count", deadly)]
-    outcomes = play(FunctionPool({"act": f"{file}:act"}, LIMITS), *calls)
+def test_a_call_that_ends_its_process_costs_that_call(pool):
+    outcomes = play(pool, *([what] for deadly in DEADLY for what in ("count", deadly)))
     assert outcomes[:-1:2] == [1, 1, 1, 1]  # each time a new process
     assert [(type(error), str(error)) for error in outcomes[1::2]] == list(DEADLY.values())
 
 
-def test_what_a_call_raises_or_returns_costs_no_process(file):
-    pool = FunctionPool({"act": f"{file}:act"}, LIMITS)
+def test_what_a_call_raises_or_returns_costs_no_process(pool):
     outcomes = play(
         pool,
         ["sys.exit"],
@@ -136,8 +139,7 @@ def test_what_a_call_raises_or_returns_costs_no_process(file):
     assert outcomes[8] == 9  # the same process all along
 
 
-def test_a_forked_child_that_returns_from_the_call_does_not_reply(file):
-    pool = FunctionPool({"act": f"{file}:act"}, LIMITS)
+def test_a_forked_child_that_returns_from_the_call_does_not_reply(pool):
     assert play(pool, ["fork"], ["fork"], ["sleep", 0.3], ["count"]) == [1, 1, 0.3, 4]
 
 
@@ -178,8 +180,7 @@ def test_calls_run_side_by_side_while_the_loop_goes_on(file):
     pool.close()
 
 
-def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(file):
-    pool = FunctionPool({"act": f"{file}:act"}, LIMITS)
+def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(pool):
 
     async def main():
         await pool.call("act", "count")
@@ -262,8 +263,7 @@ def test_a_file_that_fails_in_the_process_is_an_error_of_one_line(tmp_path, text
     (tmp_path / "wrong.py").write_text(text)
     limits = Limits(start_timeout_s=0.7 if "sleep" in text else 30)
     (error,) = play(FunctionPool({"act": f"{tmp_path}/wrong.py:act"}, limits), ["count"])
-    assert isinstance(error, EnvironmentSetupError)
-    assert said in str(error)
+    assert (type(error), said in str(error)) == (EnvironmentSetupError, True)
 
 
 def test_a_file_may_import_its_neighbours_but_shadows_nothing(tmp_path):
