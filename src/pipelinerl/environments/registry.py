@@ -43,7 +43,7 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
         except Exception:  # noqa: BLE001, S110 - may affect this problem only; failed rollouts are counted and bounded
             pass
         else:
-            if not isinstance(prompt, str | Sequence):
+            if not isinstance(cast("object", prompt), str | Sequence):
                 what = type(prompt).__name__
                 raise EnvironmentSetupError(f"the first problem's prompt is a {what}, not a text or chat messages")
             if not isinstance(prompt, str) and (wrong := wrong_chat(prompt)):
