@@ -24,7 +24,7 @@ class Bytes:
         return text + parts.decode("utf-8", "replace")
 
 
-def turn(prompt: str | Sequence[int], text: str, *spans: tuple[int, int], end: bool = True) -> Turn:
+def turn(prompt: str, text: str, *spans: tuple[int, int], end: bool = True) -> Turn:
     """`spans`: (version, how many tokens); the rest is the last version's."""
     ids = (*text.encode(), *([256] if end else []))
     made, start = [], 0
@@ -32,18 +32,14 @@ def turn(prompt: str | Sequence[int], text: str, *spans: tuple[int, int], end: b
         stop = len(ids) if number == len(spans or (0,)) - 1 else start + count
         made.append(VersionSpan(version, start, stop))
         start = stop
-    return Turn(
-        prompt_ids=tuple(prompt.encode() if isinstance(prompt, str) else prompt),
-        completion=Completion(
-            request_id="r",
-            token_ids=ids,
-            logprobs=tuple(-0.01 if i % 2 else -3.0 for i in range(len(ids))),
-            weight_versions=tuple(made),
-            finish_reason="stop" if end else "length",
-            prompt_versions=(VersionSpan(0, 0, 1),),
-        ),
-        text=text,
+    completion = Completion(
+        request_id="r",
+        token_ids=ids,
+        logprobs=tuple(-0.01 if i % 2 else -3.0 for i in range(len(ids))),
+        weight_versions=tuple(made),
+        finish_reason="stop" if end else "length",
     )
+    return Turn(prompt_ids=tuple(prompt.encode()), completion=completion, text=text)
 
 
 def rollout(group: int, attempt: int, reward: float, *turns: Turn, **metrics: float) -> Rollout:
@@ -52,13 +48,9 @@ def rollout(group: int, attempt: int, reward: float, *turns: Turn, **metrics: fl
 
 def group(index: int, *rollouts: Rollout, question: str = "2+3=", dropped: dict[str, int] | None = None) -> Group:
     lost = dropped or {}
-    return Group(
-        index=index,
-        problem=Problem(id=f"sum/{index}", payload={"question": question}),
-        rollouts=rollouts,
-        started=len(rollouts) + sum(lost.values()),
-        dropped=lost,
-    )
+    started = len(rollouts) + sum(lost.values())
+    problem = Problem(id=f"sum/{index}", payload={"question": question})
+    return Group(index=index, problem=problem, rollouts=rollouts, started=started, dropped=lost)
 
 
 def some_groups() -> list[Group]:
@@ -70,18 +62,13 @@ def some_groups() -> list[Group]:
     ]
 
 
-def step(version: int, *samples: tuple[str, int, int], **dropped: list[int]) -> dict[str, Any]:
-    return {
-        "version": version,
-        "samples": [
-            {"id": name, "group_index": 0, "tokens": 3, "lag_min": low, "lag_max": high, "advantage": 0.5}
-            for name, low, high in samples
-        ],
-        "dropped_lengths": dropped,
-    }
+def step(version: int, *samples: tuple[str, int, int], **left_out: list[str]) -> dict[str, Any]:
+    """A record of what was trained on: (rollout, lowest lag, highest lag)."""
+    trained = [{"id": name, "lag_min": low, "lag_max": high, "advantage": 0.5} for name, low, high in samples]
+    return {"version": version, "samples": trained, "dropped_ids": left_out}
 
 
-STEPS = [step(1, ("g0.a0", 0, 0), zero_advantage=[4]), step(5, ("g2.a0", 1, 1), ("g3.a0", 0, 2), stale=[3, 4])]
+STEPS = [step(1, ("g0.a0", 0, 0), stale=["g0.a1"]), step(5, ("g2.a0", 1, 1), ("g3.a0", 0, 2))]
 
 
 def lines(records: Sequence[Any]) -> bytes:
