@@ -75,7 +75,6 @@ def superseded(old: Record, new: Record) -> bool:
 
 LOOK_BYTES = 1 << 22
 """Bytes that one look reads of a file: some ten milliseconds of decoding."""
-MAX_LINE_BYTES = 1 << 26
 HEAD_BYTES = 256
 """A file that begins otherwise is another one. Its number does not tell: file systems reuse those of deleted files."""
 
@@ -127,9 +126,9 @@ class Tail(Generic[T]):
                 self.place = size - LOOK_BYTES
             file.seek(self.place)
             data = file.read(min(LOOK_BYTES, size - self.place))
-            while not (end := data.rfind(b"\n") + 1) and len(data) < min(size - self.place, MAX_LINE_BYTES):
+            while not (end := data.rfind(b"\n") + 1) and len(data) < size - self.place:
                 data += file.read(LOOK_BYTES)
-        self.place += end or (len(data) if len(data) >= MAX_LINE_BYTES else 0)
+        self.place += end
         self.more = self.place < size and end > 0
         return data[data.find(b"\n") + 1 if cut else 0 : end]
 

@@ -94,14 +94,8 @@ def summarize(
         **_evaluated("before", next((e for e in evaluations if e.when == "before"), None)),
         **_evaluated("after", next((e for e in reversed(evaluations) if e.when == "after"), None)),
         "eval_online": [
-            {
-                "version": e.version,
-                "version_min": e.version_min,
-                "version_max": e.version_max,
-                "reward": e.reward_mean,
-                "standard_error": e.reward_standard_error,
-                "metrics": e.metrics,
-            }
+            {name: getattr(e, name) for name in ("version", "version_min", "version_max", "metrics")}
+            | {"reward": e.reward_mean, "standard_error": e.reward_standard_error}
             for e in evaluations
             if e.when == "online"
         ],
@@ -117,63 +111,55 @@ def summarize(
         "peak_memory_bytes": dict(peak_memory_bytes or {}),
         "peak_gpu_memory_bytes": dict(peak_gpu_memory_bytes or {}),
     }
-    return summary | account_for_rollouts(actor, trainer, stream_rollouts) | _costs(steps, actor, trainer)
+    return summary | account_for_rollouts(actor, trainer, stream_rollouts, steps)
 
 
 def account_for_rollouts(
-    actor: ActorProgress | None, trainer: TrainerProgress | None, stream_rollouts: int
+    actor: ActorProgress | None, trainer: TrainerProgress | None, stream_rollouts: int, steps: Sequence[StepRecord] = ()
 ) -> dict[str, Any]:
-    """What happened to every started rollout. Each part is counted by the stage that holds it, not derived from the total.
+    """What happened to every started rollout, and what was generated for what was trained on.
 
-    Without an actor's status the numbers that it would give are None, and the sum is not checked.
+    Each part is counted by the stage that holds it, not derived from the total. Without an actor's status the numbers that
+    it would give are None, and the sum is not checked.
     """
-    trained = trainer.trained if trainer else 0
-    queued = stream_rollouts + (trainer.queued if trainer else 0)
-    by_actor = Counter(actor.rollouts_dropped if actor else {})
-    dropped = Counter(trainer.dropped if trainer else {}) + by_actor
-    dropped_tokens = sorted(actor.dropped_tokens.items()) if actor else []
+    counted, trainer = actor or ActorProgress(), trainer or TrainerProgress()
+    trained, queued = trainer.trained, stream_rollouts + trainer.queued
+    by_actor = Counter(counted.rollouts_dropped)
+    dropped = Counter(trainer.dropped) + by_actor
+    dropped_tokens = sum(trainer.dropped_tokens.values()) + sum(counted.dropped_tokens.values())
+    tokens = round(sum(step.samples * (step.completion_length_mean or 0.0) for step in steps))
+    ended = trained + dropped.total()
+    lengths = {why: tokens / by_actor[why] for why, tokens in sorted(counted.dropped_tokens.items()) if by_actor[why]}
     account: dict[str, Any] = {
-        "rollouts_started": actor.rollouts_started if actor else None,
+        "rollouts_started": actor and actor.rollouts_started,
         "rollouts_trained": trained,
         "rollouts_dropped": dict(dropped.most_common()),
-        "actor_dropped_length_mean": {why: tokens / by_actor[why] for why, tokens in dropped_tokens if by_actor[why]},
+        "actor_dropped_length_mean": lengths,
         "rollouts_queued": queued,
-        "rollouts_in_progress": actor.rollouts_in_progress if actor else None,
-    }
-    if actor:
-        accounted = trained + dropped.total() + queued + actor.rollouts_in_progress
-        if accounted != actor.rollouts_started:
-            account["conservation_error"] = {
-                "started": actor.rollouts_started,
-                "accounted": accounted,
-                "missing": actor.rollouts_started - accounted,
-                "trained": trained,
-                "dropped": dropped.total(),
-                "queued_in_stream": stream_rollouts,
-                "queued_at_trainer": queued - stream_rollouts,
-                "in_progress": actor.rollouts_in_progress,
-                "handed_over": actor.rollouts_handed_over,
-            }
-    return account
-
-
-def _costs(steps: Sequence[StepRecord], actor: ActorProgress | None, trainer: TrainerProgress | None) -> dict[str, Any]:
-    """What was generated for what was trained on."""
-    actor, trainer = actor or ActorProgress(), trainer or TrainerProgress()
-    dropped = Counter(trainer.dropped) + Counter(actor.rollouts_dropped)
-    dropped_tokens = sum(trainer.dropped_tokens.values()) + sum(actor.dropped_tokens.values())
-    tokens = round(sum(step.samples * (step.completion_length_mean or 0.0) for step in steps))
-    ended = trainer.trained + dropped.total()
-    return {
+        "rollouts_in_progress": actor and actor.rollouts_in_progress,
         "generated_per_trained": {
-            "rollouts": _ratio(ended, trainer.trained),
+            "rollouts": _ratio(ended, trained),
             "tokens": _ratio(tokens + dropped_tokens, tokens),
         },
         "dropped_fraction": {reason: rollouts / ended for reason, rollouts in dropped.most_common()},
         "no_gradient_fraction": _ratio(sum(step.samples_skipped for step in steps), sum(step.samples for step in steps)),
-        "groups_skipped": actor.groups_skipped,
-        "skipped_fraction": _ratio(actor.groups_skipped, actor.groups_skipped + actor.groups_started),
+        "groups_skipped": counted.groups_skipped,
+        "skipped_fraction": _ratio(counted.groups_skipped, counted.groups_skipped + counted.groups_started),
     }
+    accounted = ended + queued + counted.rollouts_in_progress
+    if actor and accounted != actor.rollouts_started:
+        account["conservation_error"] = {
+            "started": actor.rollouts_started,
+            "accounted": accounted,
+            "missing": actor.rollouts_started - accounted,
+            "trained": trained,
+            "dropped": dropped.total(),
+            "queued_in_stream": stream_rollouts,
+            "queued_at_trainer": trainer.queued,
+            "in_progress": actor.rollouts_in_progress,
+            "handed_over": actor.rollouts_handed_over,
+        }
+    return account
 
 
 def nothing_learned(steps: Sequence[StepRecord], cut: float | None, max_tokens: int) -> str | None:

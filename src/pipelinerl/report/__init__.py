@@ -55,12 +55,12 @@ def only_shown(what: str) -> Iterator[None]:
         print(f"warning: {what} is missing: {' '.join(str(error).split())}", flush=True)
 
 
-def new_table(title: str, *columns: str, caption: str | None = None, show_header: bool | None = None) -> Table:
+def new_table(title: str, *columns: str, caption: str | None = None) -> Table:
     """A table for the terminal. `rendered` reads no markup in its texts, such as paths."""
     table = Table(
         title=Text(title, "bold"),
         caption=caption,
-        show_header=any(columns) if show_header is None else show_header,
+        show_header=any(columns),
         title_justify="left",
         caption_justify="left",
         border_style="dim",
@@ -127,23 +127,22 @@ def in_terminal(section: PageSection) -> str:
 
     A table that would be wider than the terminal (or COLUMNS) is continued below, with its first column again.
     """
-    columns = [[name, *(row[place] for row in section.rows)] for place, name in enumerate(section.header)]
-    widths = [max(len(line) for text in cells for line in text.split("\n")) + 3 for cells in columns]  # with a border
-    tables: list[list[int]] = []
+    cells = [section.header, *section.rows]
+    widths = [max(len(line) for row in cells for line in row[at].split("\n")) + 3 for at in range(len(section.header))]
+    tables: list[list[int]] = []  # the columns of each
     left = 0
-    for place in range(1, len(columns)):
-        left -= widths[place]
+    for place, width in enumerate(widths[1:], start=1):
+        left -= width
         if left < 0 or not tables:
-            tables.append([])
-            left = Console().width - 1 - widths[0] - widths[place]
+            tables.append([0])
+            left = Console().width - 1 - widths[0] - width
         tables[-1].append(place)
     parts: list[RenderableType] = [Text(section.title, "bold")]
     for places in tables:
-        shown = new_table("", show_header=True)
-        shown.title = None
-        for place in (0, *places):
+        shown = Table(border_style="dim")
+        for place in places:
             shown.add_column(section.header[place], justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
         for row in section.rows:
-            shown.add_row(*(Text(row[place]) for place in (0, *places)))
+            shown.add_row(*(Text(row[place]) for place in places))
         parts.append(shown)
     return rendered(*parts, *(Text(text, "dim") for text in section.texts))
