@@ -148,14 +148,7 @@ class Records:
         self._steps = Tail(run.metrics, StepRecord)
         self._evaluations = Tail(run.evaluations, EvaluationRecord)
         self.place = place or RecordPlace()
-
-    @property
-    def place(self) -> RecordPlace:
-        return RecordPlace(self._steps.place, self._evaluations.place)
-
-    @place.setter
-    def place(self, place: RecordPlace) -> None:
-        self._steps.place, self._evaluations.place = place.steps, place.evaluations
+        self._steps.place, self._evaluations.place = self.place.steps, self.place.evaluations
 
     def read(self) -> list[Record]:
         """The complete records that were written since the last call. Damaged lines are left out."""
@@ -165,4 +158,5 @@ class Records:
             found += tail.look()
             while tail.more:
                 found += tail.look()
+        self.place = RecordPlace(self._steps.place, self._evaluations.place)
         return sorted(found, key=lambda record: record.time_s)

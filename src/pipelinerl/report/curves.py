@@ -69,10 +69,6 @@ class Columns:
     def __getitem__(self, name: str) -> array[float]:
         return self._columns.get(name) or array("d", [math.nan]) * self.rows
 
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._columns)
-
     def append(self, numbers: Mapping[str, float]) -> None:
         for name in numbers.keys() - self._columns.keys():
             self._columns[name] = array("d", [math.nan]) * self.rows
@@ -182,7 +178,8 @@ def _draw(columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> Figu
     seconds = [60 * minutes for minutes in columns["minutes"]]
     places = {"seconds of training": seconds, "rollouts trained": columns["rollouts"], "optimizer step": columns["version"]}
     # Of all rollouts read, or in records of older versions of those trained on.
-    reward = columns["reward_read_mean" if "reward_read_mean" in columns.names else "reward_mean"]
+    known = not all(map(math.isnan, columns["reward_read_mean"]))
+    reward = columns["reward_read_mean" if known else "reward_mean"]
     lag = {name: columns[f"lag_{name}"] for name in ("max", "mean")}
     lengths = {"trained": "completion", "sampled": "sampled", "sampled, by order of start": "started"}
     rates = {"generated": "engine/tokens_per_s", "trained on, with gradient": "trained_per_s"}

@@ -144,11 +144,9 @@ class Follower:
         before = self._records.place
         try:
             for record in self._records.read():
-                self._tracker.write(record)
-                if isinstance(record, EvaluationRecord) and (rows := _answers(self._run, record)):
-                    self._tracker.table(record.version, rows)
+                self._tracker.write(record, _answers(self._run, record))
         except BaseException:
-            self._records.place = before
+            self._records = Records(self._run.root, before)
             raise
         if last:
             self._tracker.close(read_summary(self._run.root) or {})
@@ -177,8 +175,10 @@ class Follower:
             self._say(f"{self._name}: {type(error).__name__}: {text}; training goes on (log: {log})")
 
 
-def _answers(run: RunDirectory, record: EvaluationRecord) -> list[Row]:
+def _answers(run: RunDirectory, record: Record) -> list[Row]:
     """The first answers of an evaluation; none if they can't be read."""
+    if not isinstance(record, EvaluationRecord):
+        return []
     try:
         problems = read_lines(run.evaluation(record.name), EvaluatedProblem)[:MOST_ROWS]
     except (OSError, RunDirectoryError) as error:
@@ -214,13 +214,8 @@ class Tracker:
 
     id: str | None = None
 
-    def write(self, record: Record) -> None:
-        """Add a point to each curve, at the version of the weights."""
-        self.log({name: value for name, value in record.numbers().items() if name != "version"}, record.version)
-
-    def log(self, values: Mapping[str, Any], version: int) -> None: ...
-
-    def table(self, version: int, rows: Sequence[Row]) -> None: ...
+    def write(self, record: Record, answers: Sequence[Row]) -> None:
+        """Add a point to each curve, at the version of the weights, and the table of an evaluation's answers."""
 
     def close(self, summary: Mapping[str, Any]) -> None: ...
 
@@ -244,7 +239,7 @@ class Callback(Tracker):
     ) -> None:
         self._function, self._failed, self._stop = function, failed, stop
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, _answers: Sequence[Row]) -> None:
         try:
             self._function(record)
         except StopRun as why:
@@ -264,29 +259,32 @@ class Tensorboard(Tracker):
         self._event, self._summary, self._tensor = event_pb2.Event, summary_pb2.Summary, tensor_pb2.TensorProto
         self._text_metadata = create_summary_metadata
         self._writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=1)
-        self._text("config", 0, settings)
+        self._add(0, {}, {"config": _code(settings)})
 
-    def log(self, values: Mapping[str, Any], version: int) -> None:
-        self._add(version, [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-
-    def table(self, version: int, rows: Sequence[Row]) -> None:
-        cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row] for row in rows]
-        lines = (f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *cells))
-        self._text("samples/held_out", version, "\n".join(lines))
+    def write(self, record: Record, answers: Sequence[Row]) -> None:
+        cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row] for row in answers]
+        lines = [f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
+        self._add(record.version, _curves(record), {"samples/held_out": "\n".join(lines)} if answers else {})
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        self._text("summary", summary.get("version", 0), summary)
+        self._add(summary.get("version", 0), {}, {"summary": _code(summary)})
         self._writer.close()
 
-    def _text(self, tag: str, version: int, text: str | Mapping[str, Any]) -> None:
-        """Add Markdown, or a mapping as an indented block of JSON."""
-        if not isinstance(text, str):
-            text = "".join(f"    {line}\n" for line in json.dumps(text, indent=2, default=str).splitlines())
-        tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()])
-        self._add(version, [self._summary.Value(tag=tag, tensor=tensor, metadata=self._text_metadata(tag, ""))])
-
-    def _add(self, version: int, values: Sequence[Any]) -> None:
+    def _add(self, version: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        for tag, text in texts.items():
+            tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()])
+            values.append(self._summary.Value(tag=tag, tensor=tensor, metadata=self._text_metadata(tag, "")))
         self._writer.add_event(self._event(wall_time=time.time(), step=version, summary=self._summary(value=values)))
+
+
+def _curves(record: Record) -> dict[str, Any]:
+    return {name: value for name, value in record.numbers().items() if name != "version"}
+
+
+def _code(values: Mapping[str, Any]) -> str:
+    """A mapping as Markdown: an indented block of JSON."""
+    return "".join(f"    {line}\n" for line in json.dumps(values, indent=2, default=str).splitlines())
 
 
 class Wandb(Tracker):
@@ -306,15 +304,15 @@ class Wandb(Tracker):
             config=dict(settings),
             settings=wandb.Settings(console="off"),
         )
-        # The step of the client only grows, and a resumed run may repeat versions.
+        self._has_steps = False  # the step of the client only grows, and a resumed run may repeat versions
         self._run.define_metric("version")
         self._run.define_metric("*", step_metric="version")
 
-    def log(self, values: Mapping[str, Any], version: int) -> None:
-        self._run.log({**values, "version": version})
-
-    def table(self, version: int, rows: Sequence[Row]) -> None:
-        self.log({"samples/held_out": self._table(columns=list(COLUMNS), data=[list(row) for row in rows])}, version)
+    def write(self, record: Record, answers: Sequence[Row]) -> None:
+        values = _curves(record) | {"version": record.version}
+        if answers:
+            values["samples/held_out"] = self._table(columns=list(COLUMNS), data=[list(row) for row in answers])
+        self._run.log(values, **({"step": record.version} if self._has_steps else {}))
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
@@ -328,7 +326,7 @@ class Trackio(Wandb):
         import trackio  # noqa: PLC0415 - costs a second
 
         self.id = run_id or f"{folder.name}-{secrets.token_hex(3)}"
-        self._table = trackio.Table
+        self._table, self._has_steps = trackio.Table, True
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "pipelinerl"),
             name=self.id,
@@ -340,11 +338,8 @@ class Trackio(Wandb):
             auto_log_cpu=False,
         )
 
-    def log(self, values: Mapping[str, Any], version: int) -> None:
-        self._run.log(dict(values), step=version)
-
     def close(self, summary: Mapping[str, Any]) -> None:
-        self.log(flat_numbers(summary, "summary/"), summary.get("version", 0))
+        self._run.log(flat_numbers(summary, "summary/"), step=summary.get("version", 0))
         self._run.finish()
 
 
@@ -368,20 +363,22 @@ class Mlflow(Tracker):
         for start in range(0, len(parameters), 100):  # the most that a server takes at once
             self._client.log_batch(self.id, params=parameters[start : start + 100])
 
-    def log(self, values: Mapping[str, Any], version: int) -> None:
+    def write(self, record: Record, answers: Sequence[Row]) -> None:
+        self._log(_curves(record), record.version)
+        if answers:
+            contents = {"columns": list(COLUMNS), "data": [list(row) for row in answers]}
+            self._client.log_dict(self.id, contents, f"samples/held_out-{record.version:06d}.json")
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._client.log_dict(self.id, dict(summary), "summary.json")
+        self._log(flat_numbers(summary, "summary/"), 0)
+        self._client.set_terminated(self.id, "FINISHED" if summary.get("status") == "finished" else "FAILED")
+
+    def _log(self, values: Mapping[str, float], version: int) -> None:
         now = int(1000 * time.time())
         metrics = [self._metric(re.sub(r"[^\w./ -]", "_", key), value, now, version) for key, value in values.items()]
         for start in range(0, len(metrics), 500):
             self._client.log_batch(self.id, metrics=metrics[start : start + 500])
-
-    def table(self, version: int, rows: Sequence[Row]) -> None:
-        contents = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
-        self._client.log_dict(self.id, contents, f"samples/held_out-{version:06d}.json")
-
-    def close(self, summary: Mapping[str, Any]) -> None:
-        self._client.log_dict(self.id, dict(summary), "summary.json")
-        self.log(flat_numbers(summary, "summary/"), 0)
-        self._client.set_terminated(self.id, "FINISHED" if summary.get("status") == "finished" else "FAILED")
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ class RunView:
         if first or now - self._looked_s >= REDRAW_S:
             self._looked_s = now
             self._trends.observe(statuses, now)
-            self._show(*self._last)
+            self._show(*self._last, end=False)
 
     def say(self, text: str) -> None:
         """Print a message that stays on the screen, like a warning or a process's crash message."""
@@ -306,9 +306,11 @@ class RunView:
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. May be called twice."""
+        if self._last is not None:
+            self._show(*self._last, end=True)
 
-    def _show(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        """Called for the first statuses, and then every `REDRAW_S`."""
+    def _show(self, statuses: Mapping[str, StageStatus], now: float, *, end: bool) -> None:
+        """Called for the first statuses, then every `REDRAW_S`, and at the end."""
 
 
 class PlainView(RunView):
@@ -320,18 +322,12 @@ class PlainView(RunView):
 
     _printed: tuple[int, float] | None = None
 
-    def close(self) -> None:
-        if self._last is not None and self._printed is not None and self._printed[1] != self._last[1]:
-            self._print(*self._last)
-
-    def _show(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        version = (trainer_progress(statuses.get(TRAINER)) or TrainerProgress()).version
-        printed, printed_s = self._printed = self._printed or (version, now)
-        if version >= printed + max(1, self._target // 20) or now - printed_s >= PLAIN_EVERY_S:
-            self._print(statuses, now)
-
-    def _print(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+    def _show(self, statuses: Mapping[str, StageStatus], now: float, *, end: bool) -> None:
         trainer, trends = trainer_progress(statuses.get(TRAINER)) or TrainerProgress(), self._trends
+        printed, printed_s = self._printed = self._printed or (trainer.version, now)
+        due = trainer.version >= printed + max(1, self._target // 20) or now - printed_s >= PLAIN_EVERY_S
+        if not due and (not end or now == printed_s):
+            return
         self._printed = (trainer.version, now)
         parts = [f"[{duration(now - self._first_s):>7}]", f"step {trainer.version}/{self._target}"]
         parts += [f"{name} {shown}" for name, shown in headline(trainer.latest).items()]
@@ -370,17 +366,16 @@ class LiveView(RunView):
     def say(self, text: str) -> None:
         self._live.console.print(printable(text.expandtabs()), markup=False, highlight=False)
 
-    def close(self) -> None:
-        if self._last is not None and self._live.is_started:
-            self._show(*self._last)
-            self._live.stop()
-
-    def _show(self, statuses: Mapping[str, StageStatus], now: float) -> None:
+    def _show(self, statuses: Mapping[str, StageStatus], now: float, *, end: bool) -> None:
+        if end and not self._live.is_started:
+            return
         elapsed_s, width = now - self._first_s, self._live.console.width
         body = render(statuses, now, self._target, self._trends, elapsed_s, width=width)
         panel = Panel(body, title=escape(self._title), title_align="left", border_style="dim", padding=(0, 1))
         self._live.start()
         self._live.update(panel, refresh=True)
+        if end:
+            self._live.stop()
 
 
 def render(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Kept(Tracker):
         self.got: list[int] = []
         self.summaries: list[Mapping[str, Any]] = []
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, _answers: Sequence[Any]) -> None:
         if record.version in self.broken:
             self.broken.remove(record.version)
             raise ConnectionError("no network")
