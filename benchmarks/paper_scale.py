@@ -27,8 +27,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import common
+from benchmarks.formulas import TAU, PaperWorkload, compare, h100, uniform
 from pipelinerl.experiments.planner.calibration import LengthDistribution
-from pipelinerl.experiments.planner.paper import TAU, PaperWorkload, compare, h100
 from pipelinerl.experiments.planner.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.experiments.planner.simulate import RunPrediction, simulate
 from pipelinerl.report.curves import png_of
@@ -85,7 +85,7 @@ def lengths_of(kind: str) -> LengthDistribution:
     if kind == "equal":
         return LengthDistribution({MEAN: 1})
     if kind == "uniform":
-        return LengthDistribution.uniform(2 * MEAN - 1)
+        return uniform(2 * MEAN - 1)
     longest = 4 * MEAN
     low, high = 1.0, float(longest)  # the median of a lognormal of sigma 1, cut at `longest`, whose mean is MEAN
     while high - low > 0.5:
@@ -149,7 +149,7 @@ def points(case: Case) -> list[Point]:
     """Every G; every H with the I at which both sides are equally fast (rounded up), and with 8 more generators."""
     found = [Point(case, N, BATCH * G // N, G) for G in ROUNDS]
     for slots in SLOTS:
-        balanced = N / (1 + float(CURVE(slots)) * TAU)
+        balanced = N / (1 + slots / float(CURVE.step_time(slots)) * TAU)
         found += [Point(case, engines, slots) for engines in sorted({int(balanced) + more for more in (1, 9)})]
     return found
 
@@ -226,7 +226,7 @@ def _case_study_run(
             batch_size=CASE_BATCH,
             steps=max(2 * G, 300) // max(1, G) * max(1, G),
             costs=Costs(decode_step_s=tuple(CURVE.step_time(np.arange(slots + 1)).tolist()), train_token_s=TAU / trainers),
-            workload=DrawnWorkload(LengthDistribution.uniform(CASE_LONGEST), 1, seed=0),
+            workload=DrawnWorkload(uniform(CASE_LONGEST), 1, seed=0),
         )
     )
 

@@ -24,30 +24,19 @@ from pipelinerl.types import VersionSpan
 # ---- measures
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates over a whole run: `training_s` is the time from `begin_s` (on the records' axis) to the end of the last step.
+class Measured(NamedTuple):
+    """Rates over a whole run: `training_s` is the time from when all stages were ready to the end of the last step.
 
     `samples_per_s_later` leaves out the first fifth of the steps, in which a pipeline fills: its first batches consist of
-    short completions, which end first. `trainer_busy_s` is the time spent in optimizer steps.
+    short completions, which end first.
     """
 
-    begin_s: float
     training_s: float
-    steps: int
     samples: int
     samples_per_s: float
     samples_per_s_later: float | None
     tokens_per_s: float
     length_mean: float
-    trainer_busy_s: float
-
-
-class Reached(msgspec.Struct, frozen=True):
-    """The step at which a run reached a target reward, the time since `begin_s`, and the samples trained until then."""
-
-    version: int
-    time_s: float
-    samples: int
 
 
 def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
@@ -56,15 +45,12 @@ def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
     samples = sum(step.samples for step in steps)
     tokens, later = _tokens(steps), rates_after(steps, max(1, len(steps) // 5))
     return Measured(
-        begin_s=begin,
-        training_s=training_s,
-        steps=len(steps),
-        samples=samples,
+        training_s,
+        samples,
         samples_per_s=_per(samples, training_s),
         samples_per_s_later=later[0] if later else None,
         tokens_per_s=_per(tokens, training_s),
         length_mean=_per(tokens, samples),
-        trainer_busy_s=sum(step.train_s for step in steps),
     )
 
 
@@ -81,8 +67,10 @@ def rates_after(steps: Sequence[StepRecord], fill: int) -> tuple[float, float] |
 
 def reached_held_out(
     points: Sequence[tuple[int, float]], steps: Sequence[StepRecord], begin: float, target: float
-) -> Reached | None:
-    """The first optimizer step at which the held-out reward is at least `target`, or None.
+) -> tuple[float, int] | None:
+    """When the held-out reward was first at least `target`: seconds since `begin`, and samples trained on until then.
+
+    None if it never was.
 
     points   (version, held-out reward) of the evaluated versions, ascending; the reward is interpolated linearly
 
@@ -98,7 +86,7 @@ def reached_held_out(
                 first = before[0] + math.ceil((version - before[0]) * share - 1e-9)  # rounding costs no step
             taken = [step for step in steps if step.version <= first]
             time_s = taken[-1].time_s - begin if taken else 0.0
-            return Reached(version=first, time_s=time_s, samples=sum(step.samples for step in taken))
+            return time_s, sum(step.samples for step in taken)
         before = version, reward
     return None
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.schema import ScheduleConfig
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.report.series import Reached, measure, name_of, rates_after, reached_held_out, slots_in_use
+from pipelinerl.report.series import measure, name_of, rates_after, reached_held_out, slots_in_use
 from tests.unit.record_parts import step
 from tests.unit.report.test_curves import look
 
@@ -21,9 +21,7 @@ STEPS = [step(n, 5.0 + 2.0 * n, samples=10, train_s=0.5, completion_length_mean=
 
 def test_rates_are_over_all_of_training() -> None:
     found = measure(STEPS, 5.0)
-    assert (found.training_s, found.samples, found.steps) == (20.0, 100, 10)
-    assert (found.samples_per_s, found.tokens_per_s) == (5.0, 100.0)
-    assert (found.length_mean, found.trainer_busy_s) == (20.0, 5.0)
+    assert (found.training_s, found.samples_per_s, found.tokens_per_s, found.length_mean) == (20.0, 5.0, 100.0, 20.0)
     uneven = [*STEPS[:2], *(step(n, 5.0 + 4.0 * n, samples=10) for n in range(3, 11))]
     assert measure(uneven, 5.0).samples_per_s_later == pytest.approx(80 / (45.0 - 9.0))
 
@@ -53,7 +51,7 @@ def slow_reached_held_out(points: list[tuple[int, float]], steps: list[StepRecor
         if np.interp(version, versions, rewards) >= target - 1e-9:
             done = [one for one in steps if one.version <= version]
             time_s = done[-1].time_s - begin if done else 0.0
-            return Reached(version=version, time_s=time_s, samples=sum(one.samples for one in done))
+            return time_s, sum(one.samples for one in done)
     return None
 
 

@@ -74,8 +74,8 @@ def run_result(
     if target is not None and execution.finished:
         when = reached_held_out(points, steps, begin, target)
     found = {name: summary.get(name) for name in QUANTITIES} | {
-        "time_to_reward_s": when.time_s if when else None,
-        "samples_to_reward": when.samples if when else None,
+        "time_to_reward_s": when[0] if when else None,
+        "samples_to_reward": when[1] if when else None,
         "samples_per_s": measured.samples_per_s if execution.finished else None,
         "samples_per_s_later": measured.samples_per_s_later,
         "tokens_per_s": measured.tokens_per_s,

@@ -78,11 +78,6 @@ class LengthDistribution:
         self.survival: Floats = np.minimum(np.cumsum(self.probabilities[::-1])[::-1], 1.0)
         self.mean = float(self.survival.sum())
 
-    @classmethod
-    def uniform(cls, longest: int) -> LengthDistribution:
-        """Lengths 1..L with equal probability: the paper's assumption."""
-        return cls(dict.fromkeys(range(1, longest + 1), 1.0))
-
 
 class Utilisation:
     """Time of a decode step at some numbers of sequences, with linear interpolation between them.
@@ -104,10 +99,6 @@ class Utilisation:
         h = np.asarray(active, dtype=np.float64)
         within = np.interp(h, self._active, self._times)
         return np.asarray(within * np.maximum(h / self._active[-1], 1.0), dtype=np.float64)
-
-    def __call__(self, active: npt.ArrayLike) -> Floats:
-        """U(h): tokens per unit of time of one accelerator."""
-        return np.asarray(np.asarray(active, dtype=np.float64) / self.step_time(active), dtype=np.float64)
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):

@@ -224,21 +224,24 @@ def read_workload(run_dir: Path, config: RunConfig) -> ReplayedWorkload:
 def read_measured(run_dir: Path, config: RunConfig) -> dict[str, float | None]:
     """What a run measured, by the names of the same quantities in `RunPrediction`; None: not recorded.
 
-    Time starts when the trainer was ready and any evaluation before training had ended. Lag and busy fractions are those of
-    `summary.json`: over a session, evaluations included. Raises RunDirectoryError without optimizer steps, or if records
-    can't be read.
+    Time starts when the trainer was ready and any evaluation before training had ended. Lag and the engine's busy fraction
+    are from `summary.json`; the latter is over a session, evaluations included. Raises RunDirectoryError without optimizer
+    steps, or if records can't be read.
     """
     run = read_run(run_dir)
-    found = measure(run.steps, begin_s(run.steps, (), run.evaluations))
+    begin, first = begin_s(run.steps, (), run.evaluations), run.steps[0]
+    found = measure(run.steps, begin)
+    waited_s = sum(step.wait_s for step in run.steps) - (begin - first.time_s + first.train_s + first.wait_s)
     later: tuple[float | None, float | None] = (found.samples_per_s, found.tokens_per_s)
     if fill := first_fifth(len(run.steps), make_schedule(config)):
         later = rates_after(run.steps, fill) or (None, None)
-    summarized = ("lag_mean", "lag_max", "engine_busy_fraction", "trainer_busy_fraction")
+    summarized = ("lag_mean", "lag_max", "engine_busy_fraction")
     return {
         "steps": len(run.steps),
         "samples_per_s": found.samples_per_s,
         "samples_per_s_later": later[0],
         "trained_tokens_per_s_later": later[1],
+        "trainer_busy_fraction": 1 - max(0.0, waited_s) / found.training_s,
         **{name: (run.summary or {}).get(name) for name in summarized},
     }
 

@@ -381,7 +381,7 @@ def shown_run(run_dir: Path) -> dict[str, Any]:
     if steps := read_records(RunDirectory(run_dir).metrics, StepRecord):
         found = measure(steps, run.steps.begin_s)
         rates = f"{found.samples_per_s:.1f} samples/s, {found.tokens_per_s:.0f} tokens/s"
-        took = f"{count(found.steps, 'step')}, {found.samples} rollouts in {found.training_s:.1f} s: {rates}"
+        took = f"{count(len(steps), 'step')}, {found.samples} rollouts in {found.training_s:.1f} s: {rates}"
         result.append(("training, without start-up", took))
     try:
         result += [row for section in summary_sections(summary) for row in section] if summary is not None else []

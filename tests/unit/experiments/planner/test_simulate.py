@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from benchmarks import formulas as paper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.experiments.planner import paper
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.scenario import (
     Costs,
@@ -39,7 +39,7 @@ BUSY = ticks(rollout_s=2, update_pause_s=3, train_step_s=100, train_token_s=2, p
 def scenario(schedule, *, lengths=None, seed=0, used_share=1.0, longest=30, workload=None, **changes):
     values = {"engines": 2, "slots": 12, "group_size": 4, "batch_size": 16, "steps": 30, "costs": BUSY, "capacity": 8}
     values |= changes
-    lengths = lengths or LengthDistribution.uniform(longest)
+    lengths = lengths or paper.uniform(longest)
     drawn = DrawnWorkload(lengths, values["group_size"], seed=seed, used_share=used_share, prompt_tokens=3)
     return Scenario(schedule=schedule, workload=workload or drawn, **values)
 
@@ -189,7 +189,7 @@ def steady(schedule, *, engines, slots, batch_size, tau, lengths, steps=200, uti
     )
 
 
-@pytest.mark.parametrize("lengths", [LengthDistribution({40: 1}), LengthDistribution.uniform(79)])
+@pytest.mark.parametrize("lengths", [LengthDistribution({40: 1}), paper.uniform(79)])
 @pytest.mark.parametrize("tau", [0.0, 0.02])
 def test_pipeline_is_as_fast_as_its_slower_side(lengths, tau):
     predicted = steady(PipelineSchedule(32), engines=3, slots=64, batch_size=32, tau=tau, lengths=lengths)
@@ -206,7 +206,7 @@ def test_pipeline_is_as_fast_as_its_slower_side(lengths, tau):
 
 def test_lag_of_a_pipeline():
     """g_max = ceil(H I L / (Lbar B)), and a batch more while the last one is being made."""
-    lengths = LengthDistribution.uniform(100)
+    lengths = paper.uniform(100)
     predicted = steady(PipelineSchedule(64), engines=4, slots=64, batch_size=64, tau=0.001, lengths=lengths)
     workload = paper.PaperWorkload(accelerators=5, batch_size=64, lengths=lengths, utilisation=U, tau=0.001)
     assert 0 <= predicted.lag_max - paper.pipeline(workload, slots=64, generating=4).max_lag <= 1
@@ -214,7 +214,7 @@ def test_lag_of_a_pipeline():
 
 @pytest.mark.parametrize("G", [1, 4])
 def test_conventional_takes_generation_and_training_in_turn(G):
-    lengths, tau, engines = LengthDistribution.uniform(100), 0.01, 4
+    lengths, tau, engines = paper.uniform(100), 0.01, 4
     share = 64 * 4 * G // engines  # of a round, on each engine: all of it starts at once
     predicted = steady(
         ConventionalSchedule(256, G),
@@ -250,7 +250,7 @@ def test_a_round_that_loses_rollouts_keeps_its_lag(schedule):
             work = super().group(index)
             return work._replace(dropped=tuple(length > 92 for length in work.lengths))
 
-    workload = LongOnesDropped(LengthDistribution.uniform(99), 8, seed=1)
+    workload = LongOnesDropped(paper.uniform(99), 8, seed=1)
     predicted = simulate(scenario(schedule, workload=workload, group_size=8, capacity=64, steps=24))
     assert predicted.lag_max == (3 if schedule.name == "async" else schedule.steps_per_round - 1)
     assert predicted.rollouts_dropped["round_surplus"] > 0
@@ -280,7 +280,7 @@ def test_with_a_bound_and_instant_generation_a_slow_trainer_never_waits(max_lag,
     assert not any(predicted.step_wait_s[max_lag + 1 :])
 
 
-@pytest.mark.parametrize("lengths", [LengthDistribution({60: 1}), LengthDistribution.uniform(119)])
+@pytest.mark.parametrize("lengths", [LengthDistribution({60: 1}), paper.uniform(119)])
 def test_the_limit_of_the_stock_does_not_slow_a_pipeline_with_much_more_in_progress_than_a_batch(lengths):
     """8 batches are in progress and finish in bursts; both sides are equally fast."""
     costs = Costs(decode_step_s=tuple((64 + h) * TICK for h in range(129)), train_step_s=60 * 192 / 8 * TICK)
@@ -330,7 +330,7 @@ def test_a_run_that_never_ends_is_an_error():
 
 
 def test_drawn_work_does_not_depend_on_the_order_nor_its_lengths_on_waits():
-    lengths = LengthDistribution.uniform(50)
+    lengths = paper.uniform(50)
     one, two = (DrawnWorkload(lengths, 4, seed=5, used_share=0.5) for _ in range(2))
     indices = [3000, 0, 5, 1023, 1024, 5]
     assert [one.group(i) for i in indices] == [two.group(i) for i in reversed(indices)][::-1]

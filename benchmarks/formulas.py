@@ -1,5 +1,7 @@
 """The analytical model of arXiv 2509.19128, Appendix A, in the paper's notation, with the paper's case study.
 
+python -m benchmarks.formulas        # throughput by lag, as a table
+
 Times are in flashes (the time of one token's forward at peak FLOPs), and rates in sampled tokens per flash. `U(h)` is an
 accelerator's generation rate with h sequences in progress, `tau` the training time per sampled token.
 """
@@ -13,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import common
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.statistics import Floats, powers_of_two
-from pipelinerl.report import new_table, rendered
 
 MAX_LAG = 133
 TAU = 128 / 26.02
@@ -30,6 +32,11 @@ CEILING = 3 / TAU
 _MOST_SLOTS = 1024
 _SAME = 1 - 1e-9
 """Rates whose ratio is closer to 1 are equal."""
+
+
+def uniform(longest: int) -> LengthDistribution:
+    """Lengths 1..L with equal probability: the paper's assumption."""
+    return LengthDistribution(dict.fromkeys(range(1, longest + 1), 1.0))
 
 
 def h100() -> Utilisation:
@@ -47,7 +54,7 @@ class PaperWorkload:
 
     accelerators: int = 128
     batch_size: int = 128
-    lengths: LengthDistribution = field(default_factory=lambda: LengthDistribution.uniform(8192))
+    lengths: LengthDistribution = field(default_factory=lambda: uniform(8192))
     utilisation: Utilisation = field(default_factory=h100)
     tau: float = TAU
 
@@ -89,7 +96,7 @@ def pipeline(workload: PaperWorkload, slots: int, generating: int) -> Rates:
     g_max = ceil(H I L / (Lbar B)) is the number of optimizer steps while the longest sequence is generated, if neither phase
     waits: L decode steps finish H I L / Lbar sequences, and a step takes B of them.
     """
-    generation = float(workload.utilisation(slots)) * generating
+    generation = slots / float(workload.utilisation.step_time(slots)) * generating
     training = (workload.accelerators - generating) / workload.tau
     max_lag = int(pipeline_max_lag(workload, slots * generating))
     return Rates(generation, training, min(generation, training), max_lag, slots=slots, generating=generating)
@@ -117,7 +124,7 @@ class Comparison(NamedTuple):
 def best_pipeline(workload: PaperWorkload, max_lag: int, most_slots: int = _MOST_SLOTS) -> Rates | None:
     """The fastest of all H and I with a lag of at most `max_lag`. Ties go to the lowest lag, then to the lowest H."""
     slots, generating = np.arange(1, most_slots + 1), np.arange(1, workload.accelerators)
-    generation = workload.utilisation(slots)[:, None] * generating
+    generation = (slots / workload.utilisation.step_time(slots))[:, None] * generating
     lags = pipeline_max_lag(workload, slots[:, None] * generating)
     rates = np.minimum(generation, (workload.accelerators - generating) / workload.tau)
     rates = np.where(lags <= max_lag, rates, 0.0)
@@ -141,17 +148,19 @@ def compare(workload: PaperWorkload, max_lags: Sequence[int], most_slots: int = 
     return found
 
 
-def plan_text() -> str:
-    """The case study as a table: throughput by lag."""
-    study = PaperWorkload()
-    title = f"N = {study.accelerators} H100, B = {study.batch_size}, lengths uniform up to {study.lengths.longest}: "
-    title += "tokens per flash"
-    caption = "A flash is the time of one token's forward at peak FLOPs. U(h) and tau are fitted to the paper's case study."
-    table = new_table(title, "largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up", caption=caption)
-    for found in compare(study, sorted({*powers_of_two(4 * MAX_LAG), MAX_LAG})):
+COLUMNS = ("largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up")
+
+
+def main() -> None:
+    rows = []
+    for found in compare(PaperWorkload(), sorted({*powers_of_two(4 * MAX_LAG), MAX_LAG})):
         ours, theirs = found.pipeline, found.conventional
-        cells = (f"{ours.rate:.4g}", f"{ours.slots}", f"{ours.generating}") if ours else ("-", "-", "-")
-        speed_up = f"{found.speed_up:.2f}x" if found.speed_up is not None else "-"
-        row = (f"{found.max_lag}", *cells, f"{theirs.rate:.4g}", f"{theirs.steps_per_round}", speed_up)
-        table.add_row(*row, style="bold" if found.max_lag == MAX_LAG else "")
-    return rendered(table)
+        cells = (f"{ours.rate:.4g}", ours.slots, ours.generating, f"{found.speed_up:.2f}") if ours else (None,) * 4
+        row = dict(zip(("PipelineRL", "H", "I", "speed-up"), cells, strict=True))
+        row |= {"largest lag": found.max_lag, "conventional": f"{theirs.rate:.4g}", "G": theirs.steps_per_round}
+        rows.append({name: row[name] for name in COLUMNS})
+    print(common.markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from pipelinerl.cli import main
-from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
-from pipelinerl.experiments.planner.paper import (
+from benchmarks.formulas import (
     SEQUENCE_FLASHES,
     STEP_FLASHES,
     PaperWorkload,
@@ -21,7 +15,12 @@ from pipelinerl.experiments.planner.paper import (
     h100,
     pipeline,
     pipeline_max_lag,
+    uniform,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
 
@@ -55,9 +54,7 @@ def test_what_is_no_distribution_of_lengths(histogram: dict[int, float]) -> None
 def test_a_table_is_straight_between_its_points_and_flat_beyond() -> None:
     table = Utilisation({1: 10.0, 4: 16.0, 8: 20.0})
     assert table.step_time([0.25, 1, 2, 4, 6, 8]) == pytest.approx([10, 10, 12, 16, 18, 20])
-    assert table([1, 2, 8]) == pytest.approx([0.1, 2 / 12, 0.4])
-    assert table([16, 800]) == pytest.approx([0.4, 0.4])  # no more than 8 at a time
-    assert float(table(0)) == 0.0
+    assert table.step_time([16, 800]) == pytest.approx([40, 2000])  # no more than 8 at a time
 
 
 @given(histograms, st.integers(1, 5))
@@ -69,7 +66,7 @@ def test_conventional_against_the_formula_step_by_step(histogram: dict[int, int]
     for step in range(1, max(histogram) + 1):
         running = sequences * sum(count for length, count in histogram.items() if length >= step) / total
         each = running / 6
-        time += each / float(work.utilisation(each))
+        time += float(work.utilisation.step_time(each))
         tokens += running
     found = conventional(work, steps_per_round)
     assert found.generation_rate == pytest.approx(tokens / time)
@@ -106,7 +103,7 @@ WITHIN = 0.02
 
 def test_the_fitted_curve_is_the_one_through_both_of_the_papers_figures() -> None:
     """U(192) = 0.384 and the conventional r_gen = 18.3 at G = 134 are two linear equations in the two parameters."""
-    running = LengthDistribution.uniform(8192).survival * 134
+    running = uniform(8192).survival * 134
     mean_running = running.sum() / 8192
     step_at_192, mean_step = 192 / 0.384, running.sum() * 128 / 18.3 / 8192
     slope = (step_at_192 - mean_step) / (192 - mean_running)
@@ -123,10 +120,3 @@ def test_the_search_finds_the_papers_optimum() -> None:
     assert numbers == pytest.approx((192, 16.9, 17.08, 133, 1.57), rel=WITHIN)
     numbers = (theirs.generation_rate, theirs.training_rate, theirs.rate)
     assert numbers == pytest.approx((18.3, 26.02, 10.7), rel=WITHIN)
-
-
-def test_the_command_prints_the_case_study(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "plan"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if " 133 " in line]
-    assert re.findall(r"[\d.]+", line) == ["133", "16.98", "193", "44", "10.74", "134", "1.58"]
-    assert main(["lab", "plan", "--trainer.batch_size", "48"]) == 2
