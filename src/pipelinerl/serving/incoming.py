@@ -45,15 +45,7 @@ class IncomingWeights:
     def connect(self, request: ProcessGroupRequest, name: str = "") -> BroadcastReceiver:
         """Begin to join the trainer's broadcast. The caller waits for it, then calls `join`, or closes the receiver."""
         self.begins(request)
-        return BroadcastReceiver(
-            request.host,
-            request.port,
-            request.key,
-            request.index,
-            engine=request.name or name,
-            join_timeout_s=request.timeout_s,
-            device=self._device,
-        )
+        return BroadcastReceiver(request, self._device, name)
 
     def join(self, request: ProcessGroupRequest, group: BroadcastReceiver) -> None:
         """Receive from this group from now on. A group that was joined before is left."""

@@ -18,6 +18,7 @@ from pipelinerl.channel import listen
 from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.weights.broadcast.group import PROTOCOL, BroadcastGroup, Gpu, choose_backend
 from pipelinerl.weights.broadcast.receiver import BroadcastReceiver, CollectiveWeightReceiver
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
@@ -67,7 +68,7 @@ class Rig:
 
     def receiver(self, sender: CollectiveWeightSender, index: int = 0, **options: Any) -> CollectiveWeightReceiver:
         """Of a generation process, which is ready for weights."""
-        options = {"key": KEY, "engine": f"engine-{index}", "join_timeout_s": 10.0, **options}
+        options = {"key": KEY, "name": f"engine-{index}", "timeout_s": 10.0, **options}
         receiver = CollectiveWeightReceiver(self.relay.engine(index), index=index, **options)
         self._closing.insert(0, receiver.close)
         assert receiver.offered() is None
@@ -75,13 +76,10 @@ class Rig:
         assert receiver.offered() is None
         return receiver
 
-    def server(self, sender: CollectiveWeightSender, index: int = 0, **options: Any) -> BroadcastReceiver:
+    def server(self, port: int, index: int = 0, **options: Any) -> BroadcastReceiver:
         """Of an engine server."""
-        return self.receiver_at(sender.port, index, **options)
-
-    def receiver_at(self, port: int, index: int = 0, *, key: str = KEY, **options: Any) -> BroadcastReceiver:
-        options = {"engine": f"engine-{index}", "join_timeout_s": 10.0, **options}
-        receiver = BroadcastReceiver("127.0.0.1", port, key, index, **options)
+        options = {"key": KEY, "name": f"engine-{index}", "timeout_s": 10.0, **options}
+        receiver = BroadcastReceiver(ProcessGroupRequest(host="127.0.0.1", port=port, index=index, **options))
         self._closing.insert(0, receiver.close)
         return receiver
 
@@ -283,7 +281,7 @@ def test_a_sender_that_is_not_there(rig: Rig) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        receiver = rig.receiver_at(port)
+        receiver = rig.server(port)
         assert f"the weight sender at 127.0.0.1:{port} can't be reached" in problem(receiver)
     with pytest.raises(WeightUpdateError, match="can't be reached"):
         receiver.wait_joined(BOUND_S)
@@ -291,7 +289,7 @@ def test_a_sender_that_is_not_there(rig: Rig) -> None:
 
 def test_a_receiver_with_another_key_is_refused_and_the_others_go_on(rig: Rig) -> None:
     sender = rig.sender()
-    assert "does not have the key" in problem(rig.server(sender, key="guessed"))
+    assert "does not have the key" in problem(rig.server(sender.port, key="guessed"))
     receiver = rig.receiver(sender)
     sender.send(0, named_weights(Tied()))
     assert taken(receiver).version == 0
@@ -300,7 +298,7 @@ def test_a_receiver_with_another_key_is_refused_and_the_others_go_on(rig: Rig) -
 def test_another_protocol_is_told_apart(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.weights.broadcast.receiver.PROTOCOL", "weights-0")
     sender = rig.sender()
-    receiver = rig.server(sender)
+    receiver = rig.server(sender.port)
     expected = f"it uses weights-0, the weight sender {PROTOCOL}: install the same version"
     assert expected in problem(receiver)
     assert f"engine number 0 (engine-0) can't receive weights: {expected}" in str(failure(sender))
@@ -328,7 +326,7 @@ def test_a_receiver_that_is_gone_is_named(rig: Rig) -> None:
 
 def test_a_sender_that_dies_is_noticed_after_the_last_whole_update(rig: Rig) -> None:
     sender = rig.sender()
-    server = rig.server(sender)
+    server = rig.server(sender.port)
     digest = sender.send(0, named_weights(Tied()))
     eventually(server.newest)
     sender.close()
@@ -339,7 +337,7 @@ def test_a_sender_that_dies_is_noticed_after_the_last_whole_update(rig: Rig) -> 
 
 
 def test_a_receiver_that_is_closed_does_not_wait_for_its_group(rig: Rig) -> None:
-    receiver = rig.server(rig.sender(2), 0, join_timeout_s=BOUND_S)
+    receiver = rig.server(rig.sender(2).port, timeout_s=BOUND_S)
     closing = threading.Timer(0.1, receiver.close)
     closing.start()
     with pytest.raises(WeightUpdateError, match="this receiver of weights has closed"):
@@ -352,13 +350,13 @@ def test_a_receiver_that_is_closed_does_not_wait_for_its_group(rig: Rig) -> None
 
 def test_an_update_is_offered_once_all_servers_have_it_and_one_answer_is_for_all(rig: Rig) -> None:
     sender = rig.sender(2, engines=1)
-    coordinator, servers = rig.coordinator(sender), [rig.server(sender, 0)]
+    coordinator, servers = rig.coordinator(sender), [rig.server(sender.port, 0)]
     for version in (0, 3):
         digest = sender.send(version, named_weights(Tied(seed=version)))
         if version == 0:
             time.sleep(0.05)
             assert coordinator.offered() is None, "one is not there yet"
-            servers.append(rig.server(sender, 1))
+            servers.append(rig.server(sender.port, 1))
         eventually(lambda: coordinator.offered() is not None)
         for server in servers:
             arrived = server.newest()

@@ -70,14 +70,10 @@ def _receiver(session: Session, hub: HubClient, index: int) -> Receiver:
     if config.weights.kind == "collective":
         from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415 - few runs need it
 
-        return CollectiveWeightReceiver(
-            hub,
-            session.plan.weights_key,
-            index,
-            engine=generation_stages(config.engine.processes)[index].engine,
-            join_timeout_s=config.launch.startup_timeout_s,
-            device=torch.device(config.engine.device),
-        )
+        key, device = session.plan.weights_key, torch.device(config.engine.device)
+        name = generation_stages(config.engine.processes)[index].engine
+        timeout_s = config.launch.startup_timeout_s
+        return CollectiveWeightReceiver(hub, key, index, device, name=name, timeout_s=timeout_s)
     return SharedWeightReceiver(session.here.weights, hub, config.engine.device)
 
 

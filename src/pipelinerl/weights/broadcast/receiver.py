@@ -17,6 +17,7 @@ from pipelinerl.errors import INVALID_DATA, BroadcastEndedError, PipelineRLError
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages, WeightUpdate
 from pipelinerl.rendezvous import Rendezvous, join_store
+from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.weights.broadcast.group import (
     FAILED,
     PROTOCOL,
@@ -40,27 +41,15 @@ _CPU = torch.device("cpu")
 
 
 class BroadcastReceiver:
-    """Receiver number `index` of the sender at `host`:`port`. `problem`: why it receives nothing any more."""
+    """A receiver of the trainer's broadcast. `problem`: why it receives nothing any more."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        key: str,
-        index: int,
-        *,
-        engine: str = "",
-        join_timeout_s: float = 120.0,
-        device: torch.device = _CPU,
-    ) -> None:
-        """`key`: the broadcast's. `engine`: a name for messages. `join_timeout_s`: how long to wait for all others.
-
-        `device`: where the engine computes. Updates are received there if the sender and every receiver have a GPU of their
-        own, else on the CPU.
+    def __init__(self, request: ProcessGroupRequest, device: torch.device = _CPU, name: str = "") -> None:
+        """`device`: where the engine computes. Updates are received there if the sender and every receiver have a GPU of
+        their own, else on the CPU. `name`: for messages, if the request has none.
         """
         self.problem: WeightUpdateError | None = None
-        self._host, self._port, self._key, self._index, self._engine = host, port, key, index, engine
-        self._join_timeout_s, self._device = join_timeout_s, device
+        self._request, self._device, self._index = request, device, request.index
+        self._name, self._where = request.name or name, f"the weight sender at {request.host}:{request.port}"
         self._rendezvous: Rendezvous | None = None
         self._store: Any = None
         self._awaited = ""  # the key that the sender sets next
@@ -128,20 +117,20 @@ class BroadcastReceiver:
 
     def _join(self) -> BroadcastGroup:
         """Connect to the sender, wait until all receivers have, and form the group."""
-        where, bound_s = self._where, self._join_timeout_s
+        request, bound_s = self._request, self._request.timeout_s
         try:
-            self._rendezvous = rendezvous = join_store(self._host, self._port, self._key, bound_s)
+            self._rendezvous = rendezvous = join_store(request.host, request.port, request.key, bound_s)
         except (OSError, EOFError, ProtocolError) as error:
-            raise WeightUpdateError(f"{where} can't be reached: {error}") from error
+            raise WeightUpdateError(f"{self._where} can't be reached: {error}") from error
         self._store = rendezvous.store.clone()  # the group may use the other connection while this one waits
         self._store.set_timeout(timedelta(seconds=bound_s))
         if (version := self._store.get(VERSION).decode()) != PROTOCOL:
             raise WeightUpdateError(f"it uses {PROTOCOL}, the weight sender {version}: install the same version")
-        member = Member(engine=self._engine, gpu=gpu_of(self._device))
+        member = Member(engine=self._name, gpu=gpu_of(self._device))
         self._store.set(store_key("member", self._index), msgspec.json.encode(member))
         form: Form = self._wait_for(0, Form, timedelta(seconds=bound_s))
         self._device = staging_device(form.backend, self._device)
-        return BroadcastGroup(form, rendezvous, self._key, self._index + 1, self._device)
+        return BroadcastGroup(form, rendezvous, request.key, self._index + 1, self._device)
 
     def _receive(self, group: BroadcastGroup, number: int) -> None:
         """Receive update `number`, and verify its checksum.
@@ -186,16 +175,12 @@ class BroadcastReceiver:
         self.problem = error if isinstance(error, WeightUpdateError) else WeightUpdateError(str(error))
         with suppress(RuntimeError):
             if self._store is not None:
-                name = f"number {self._index} ({self._engine})"
+                name = f"number {self._index} ({self._name})"
                 self._store.set(FAILED, f"{name} can't receive weights: {error}"[:_LONGEST_ERROR])
 
     def _require_open(self) -> None:
         if self._closed.is_set():
             raise BroadcastEndedError("this receiver of weights has closed")
-
-    @property
-    def _where(self) -> str:
-        return f"the weight sender at {self._host}:{self._port}"
 
     def _no_group(self, waited_s: float) -> WeightUpdateError:
         return WeightUpdateError(f"{self._where} and its receivers formed no group in {waited_s:g} s")
@@ -204,10 +189,10 @@ class BroadcastReceiver:
 class CollectiveWeightReceiver(Receiver):
     """Generation process number `index`, whose engine receives the broadcast itself. It joins when it is told where."""
 
-    def __init__(self, hub: Messages, key: str, index: int, **options: Any) -> None:
-        """`options`: see `BroadcastReceiver`."""
+    def __init__(self, hub: Messages, key: str, index: int, device: torch.device = _CPU, **options: Any) -> None:
+        """`options`: see `ProcessGroupRequest`."""
         super().__init__(hub, self._received)
-        self._key, self._index, self._options = key, index, options
+        self._device, self._options = device, {"key": key, "index": index, **options}
         self._group: BroadcastReceiver | None = None
 
     def offered(self) -> int | None:
@@ -229,4 +214,5 @@ class CollectiveWeightReceiver(Receiver):
 
     def _on_meeting(self, meeting: wire.Meeting) -> None:
         if self._group is None:
-            self._group = BroadcastReceiver(meeting.host, meeting.port, self._key, self._index, **self._options)
+            request = ProcessGroupRequest(host=meeting.host, port=meeting.port, **self._options)
+            self._group = BroadcastReceiver(request, self._device)
