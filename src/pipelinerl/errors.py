@@ -133,4 +133,5 @@ class StopRun(Exception):  # noqa: N818 - a request, not an error
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The message without what follows its first line, such as PyTorch's C++ stack trace; the type if there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

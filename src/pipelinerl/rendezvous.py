@@ -25,6 +25,7 @@ import torch
 from torch import distributed
 
 from pipelinerl.channel import Acceptor, ProtocolError, connect, listen
+from pipelinerl.errors import first_line
 
 _CHUNK_BYTES = 1 << 16
 _NONCE_BYTES = 32
@@ -73,11 +74,11 @@ def join_store(host: str, port: int, key: str, bound_s: float) -> Rendezvous:
         store = _distributed.TCPStore(*forwarder.address, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
         forwarder.close()
-        raise ConnectionError(str(error).partition("\n")[0]) from error
+        raise ConnectionError(first_line(error)) from error
     return Rendezvous(store, own_host, forwarder.address[1], forwarder.close)
 
 
-def gloo_group(store: Any, rank: int, size: int, *, host: str, bound: timedelta, threads: int = 2) -> Any:
+def gloo_group(store: Any, rank: int, size: int, bound: timedelta, *, host: str, threads: int = 2) -> Any:
     """A group of gloo that listens at `host`. PyTorch's constructor listens at the address of the machine's name."""
     gloo = _distributed.ProcessGroupGloo
     options = gloo._Options()

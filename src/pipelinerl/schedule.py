@@ -104,7 +104,9 @@ class PipelineSchedule(Schedule):
     def may_start(self, state: PipelineState, rollouts: int) -> Verdict:
         if state.outstanding < self.batch_size:
             return ALLOWED
-        if state.handed_over >= self.batch_size and state.outstanding >= (most := self._most_outstanding(state)):
+        needed = state.most_in_progress if state.latency is None else self.batch_size * state.latency
+        most = math.inf if self.stock is None else self.stock + LATENCY_MARGIN * needed
+        if state.handed_over >= self.batch_size and state.outstanding >= most:
             return Verdict(
                 False,
                 f"the trainer (version {state.trainer_version}): {state.outstanding} rollouts are outstanding, and the "
@@ -123,12 +125,6 @@ class PipelineSchedule(Schedule):
             f"more group the oldest in progress could reach lag {worst_lag} > max_lag {self.max_lag}",
             (TRAINER,),
         )
-
-    def _most_outstanding(self, state: PipelineState) -> float:
-        if self.stock is None:
-            return math.inf
-        needed = state.most_in_progress if state.latency is None else self.batch_size * state.latency
-        return self.stock + LATENCY_MARGIN * needed
 
 
 # ---- schedules with rounds of several optimizer steps

@@ -36,7 +36,7 @@ def in_a_group(*proofs: Proof) -> list[ProtocolError | None]:
     """Form a gloo group of as many members and have each do its proof. Returns what each raised."""
 
     def member(rank: int, rendezvous: Rendezvous) -> ProtocolError | None:
-        group = gloo_group(rendezvous.store, rank, len(proofs), host="127.0.0.1", bound=timedelta(seconds=BOUND_S))
+        group = gloo_group(rendezvous.store, rank, len(proofs), timedelta(seconds=BOUND_S), host="127.0.0.1")
         try:
             proofs[rank](group, rank)
         except ProtocolError as error:

@@ -9,7 +9,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -96,10 +95,6 @@ class HubClient:
             self.take()
         return not self._unsynced
 
-    def opener(self, root: Path) -> Callable[..., RecordLines]:
-        """What opens files of records in the run directory `root`. See `files.OpenLines`."""
-        return partial(RecordLines, self, root)
-
     def close(self) -> None:
         """Send what is left."""
         self._wire.drain(DRAIN_S)
@@ -120,7 +115,7 @@ def dial(address: tuple[str, int], key: str, role: str, machine: str) -> HubClie
 
 
 class RecordLines(Lines):
-    """A file of records in the run directory, which the hub writes."""
+    """A file of records in the run directory `root`, which the hub writes. See `files.OpenLines`."""
 
     def __init__(self, hub: HubClient, root: Path, path: Path, *, empty: bool = False) -> None:
         self._hub, self._path, self._encoder = hub, path.relative_to(root).as_posix(), msgspec.json.Encoder()
@@ -174,8 +169,7 @@ class Claims:
         return Admitted(index, self._denial if index is None else Verdict(True))
 
     def hand_over(self, group: Group) -> None:
-        line, skipped = self._encoder.encode(group), group.skipped is not None
-        self._hub.send(wire.HandOver(group.index, len(group.rollouts), skipped, line, group.dropped))
+        self._hub.send(wire.handed_over(group, self._encoder))
 
     def settle(self) -> None:
         self._hub.sync()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -13,7 +13,7 @@ import msgspec
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines, remedy
 from pipelinerl.hub.admission import AdmissionState
-from pipelinerl.hub.wire import decoded
+from pipelinerl.hub.wire import HandOver, decoded, handed_over
 from pipelinerl.interfaces import Admitted, Board, Verdict
 from pipelinerl.types import TRAINER, Group, trainer_progress
 
@@ -65,18 +65,20 @@ class Hub:
             return Admitted(None, Verdict(False, f"the trainer: the stream is full ({waiting} groups)", (TRAINER,)))
         return self.admission.claim(process, engine_version, rollouts)
 
-    def hand_over(self, index: int, rollouts: int, line: bytes, *, skipped: bool, dropped: Mapping[str, int]) -> int:
-        """Record a group, and write it to the stream. `line` is the group as JSON.
+    def hand_over(self, group: HandOver) -> int:
+        """Record a group, and write it to the stream.
 
         The record comes first, so that every group that is trained on has one, even if this process is killed in between.
         Returns how many rollouts the stream dropped for it. Raises RunDirectoryError and StreamError.
         """
-        place = self.append(ROLLOUTS_FILE, line)
+        place = self.append(ROLLOUTS_FILE, group.line)
         replaced = 0
         while self._capacity is not None and self._drops and self.rollouts.waiting >= self._capacity:
             replaced += self.rollouts.drop()
-        self.rollouts.append(line, rollouts, place)
-        process = self.admission.hand_over(index, rollouts=rollouts, skipped=skipped, dropped=dropped)
+        self.rollouts.append(group.line, group.rollouts, place)
+        process = self.admission.hand_over(
+            group.index, rollouts=group.rollouts, skipped=group.skipped, dropped=group.dropped
+        )
         self.admission.replace(process, replaced)
         return replaced
 
@@ -124,14 +126,12 @@ class DirectReader(Generic[T]):
 
     def __init__(self, hub: Hub, prepare: Callable[[Group], T]) -> None:
         self._hub, self._prepare, self._decoder = hub, prepare, msgspec.json.Decoder(Group)
+        self.commit = hub.rollouts.commit
 
     def read(self, limit: int) -> Sequence[tuple[int, T]]:
         """Raises StreamError for an item that is not a group, and what `prepare` raises."""
         items = self._hub.rollouts.read(limit)
         return [(offset, self._prepare(decoded(self._decoder, offset, json))) for offset, json in items]
-
-    def commit(self, offset: int) -> None:
-        self._hub.rollouts.commit(offset)
 
 
 class Direct:
@@ -154,9 +154,7 @@ class Direct:
         return self._hub.claim(self._process, engine_version, rollouts)
 
     def hand_over(self, group: Group) -> None:
-        line, skipped = self._encoder.encode(group), group.skipped is not None
-        rollouts, dropped = len(group.rollouts), group.dropped
-        self._dropped += self._hub.hand_over(group.index, rollouts, line, skipped=skipped, dropped=dropped)
+        self._dropped += self._hub.hand_over(handed_over(group, self._encoder))
 
     def settle(self) -> None:
         """Nothing is on its way."""

@@ -38,12 +38,12 @@ class WorkerKind(NamedTuple):
     """What the hub does for a worker.
 
     process    number of a generation process, which may start groups; None for others
-    reads      what it reads: `groups`, or `prepared` ones
+    reads      what it reads: `groups`, as the trainer does, `unprepared` ones to prepare them, or `prepared` ones
     follows    it is the trainer: it is sent the statuses of all stages, and what engines answer; others get its status
     """
 
     process: int | None = None
-    reads: Literal["", "groups", "prepared"] = ""
+    reads: Literal["", "groups", "unprepared", "prepared"] = ""
     follows: bool = False
 
 
@@ -63,10 +63,6 @@ class Connection:
         self.asks_for_weights = False
         self.unsent: set[str] = set()  # stages whose latest status it has not been sent
         self._denied: tuple[tuple[str, ...], float] = ((), 0.0)
-
-    @property
-    def prepares(self) -> bool:
-        return self.kind.reads == "groups" and not self.kind.follows
 
     def deny(self, verdict: Verdict) -> None:
         now = time.monotonic()
@@ -192,8 +188,11 @@ class HubServer:
             case wire.Hello(role, machine):
                 connection.kind, connection.machine = self._kinds[role], machine
                 self._know(connection)
-            case wire.Publish(status):
-                self._publish(_here(status, connection.machine))
+            case wire.Publish(status):  # by the clock of this process: other machines have other clocks
+                now = time.monotonic()
+                since_s = now - (status.written_s - status.since_s)
+                changes = {"machine": connection.machine, "since_s": since_s, "written_s": now}
+                self._publish(msgspec.structs.replace(status, **changes))
             case wire.Line(path, line, empty):
                 hub.append(path, line, empty=empty)
             case wire.Sync():
@@ -220,8 +219,8 @@ class HubServer:
             case wire.Ask():
                 connection.ask = message
                 hub.admission.holds(process, message.holding, message.version)
-            case wire.HandOver(index, rollouts, skipped, line, dropped):
-                if replaced := hub.hand_over(index, rollouts, line, skipped=skipped, dropped=dropped):
+            case wire.HandOver():
+                if replaced := hub.hand_over(message):
                     connection.wire.send(wire.Dropped(replaced))
             case wire.MayTake(version):
                 connection.want = version
@@ -262,7 +261,7 @@ class HubServer:
             self._hub.admission.lose(connection.kind.process)
             self._tell_trainer(wire.EngineAnswer(wire.AWAY, engine=connection.kind.process))
         with self._failing():
-            if connection.prepares:
+            if connection.kind.reads == "unprepared":
                 self._hub.rollouts.return_to(self._hub.passed_on)
             elif connection.kind.reads == "groups" and connection.offsets:
                 self._hub.rollouts.return_to(connection.offsets[0])
@@ -319,7 +318,7 @@ class HubServer:
     def _send_items(self, connection: Connection) -> None:
         """Send what the worker has room for, and a preprocessor only as many as may be prepared ahead."""
         hub, room, unread = self._hub, connection.room - connection.sent, len(connection.offsets)
-        if connection.prepares:
+        if connection.kind.reads == "unprepared":
             room = min(room, connection.passed_on + PREPARED_AHEAD - len(hub.prepared) - connection.sent)
         if connection.kind.reads == "prepared":
             items = list(islice(hub.prepared, unread, unread + room))
@@ -341,10 +340,3 @@ class HubServer:
         self._thread.join()
         for end in (self._selector, self._wake, self._woken, self._hub):
             end.close()
-
-
-def _here(status: StageStatus, machine: str) -> StageStatus:
-    """A status by the clock of this process, from a worker on `machine`: other machines have other clocks."""
-    now = time.monotonic()
-    since_s = now - (status.written_s - status.since_s)
-    return msgspec.structs.replace(status, machine=machine, since_s=since_s, written_s=now)

@@ -17,7 +17,7 @@ import msgspec
 
 from pipelinerl.errors import INVALID_DATA, StreamError
 from pipelinerl.interfaces import Verdict
-from pipelinerl.types import StageStatus, UpdateReceipt
+from pipelinerl.types import Group, StageStatus, UpdateReceipt
 
 T = TypeVar("T")
 
@@ -51,6 +51,10 @@ class HandOver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     skipped: bool
     line: bytes
     dropped: dict[str, int] = {}
+
+
+def handed_over(group: Group, encoder: msgspec.json.Encoder) -> HandOver:
+    return HandOver(group.index, len(group.rollouts), group.skipped is not None, encoder.encode(group), group.dropped)
 
 
 class MayTake(msgspec.Struct, frozen=True, tag=True, array_like=True):

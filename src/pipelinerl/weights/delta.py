@@ -78,10 +78,13 @@ def _places(delta_U8: Tensor, count: int) -> tuple[Tensor, int]:
     sizes = [count]
     while sizes[0] > _TOP or len(sizes) == 1:
         sizes.insert(0, -(-sizes[0] // 8))
-    places, begin, end = torch.arange(sizes[0], device=delta_U8.device), 0, sizes[0]
+    device = delta_U8.device
+    bits = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+    eights = bits.to(torch.bool).view(torch.int64)[:, 0]  # the eight booleans of each byte
+    places, begin, end = torch.arange(sizes[0], device=device), 0, sizes[0]
     for size in sizes[1:]:
         _require(end <= delta_U8.numel())
-        found = _unpacked(delta_U8[begin:end]).nonzero()[:, 0]
+        found = eights.index_select(0, delta_U8[begin:end].int()).view(torch.bool).nonzero()[:, 0]
         places = places.index_select(0, found >> 3) * 8 + (found & 7)
         _require(not places.numel() or int(places[-1]) < size)
         begin, end = end, end + places.numel()
@@ -102,9 +105,3 @@ def _packed(eights: Tensor) -> Tensor:
     """Eight booleans per byte, the first one in the lowest bit."""
     # The product moves the lowest bit of byte i of a 64-bit integer to bit 56 + i. No other products meet there.
     return ((eights * 0x0102040810204080 >> 56) & 0xFF).to(torch.uint8)
-
-
-def _unpacked(bitmap_U8: Tensor) -> Tensor:
-    """The booleans in whole bytes."""
-    bits = (torch.arange(256, device=bitmap_U8.device)[:, None] >> torch.arange(8, device=bitmap_U8.device)) & 1
-    return bits.to(torch.bool).view(torch.int64)[:, 0].index_select(0, bitmap_U8.int()).view(torch.bool)

@@ -26,7 +26,7 @@ from pipelinerl.errors import ReplacedError, RunDirectoryError, StageDiedError, 
 from pipelinerl.hub import server as module
 from pipelinerl.hub import wire
 from pipelinerl.hub.admission import AdmissionState
-from pipelinerl.hub.client import Claims, HubClient, HubReader, dial
+from pipelinerl.hub.client import Claims, HubClient, HubReader, RecordLines, dial
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Direct
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream
@@ -314,7 +314,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
 def test_no_checkpoint_follows_records_that_could_not_be_written(tmp_path: Path) -> None:
     with served(tmp_path, MANY) as place:
         trainer = place.connect(TRAINER, Worker)
-        lines = trainer.opener(tmp_path)(tmp_path / "metrics.jsonl")
+        lines = RecordLines(trainer, tmp_path, tmp_path / "metrics.jsonl")
         lines.write({"version": 1})
         trainer.require_sync()
         with small_files(0):
@@ -331,7 +331,7 @@ def test_a_run_of_many_evaluations_has_few_open_files(tmp_path: Path) -> None:
         worker = place.connect(0, Worker)
         begin = len(os.listdir("/proc/self/fd"))
         files = [tmp_path / f"rollouts/evaluation-v{number}.jsonl" for number in range(100)]
-        opened = [worker.opener(tmp_path)(file) for file in files]
+        opened = [RecordLines(worker, tmp_path, file) for file in files]
         for number in range(2):
             for lines in opened:
                 lines.write(number)

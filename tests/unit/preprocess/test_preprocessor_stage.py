@@ -33,7 +33,7 @@ from tests.unit.hub.hub_parts import Asking, Worker, make_state
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 
 PREPROCESSOR = Preprocessor(PreprocessConfig())
-PREPROCESSING, TRAINING = WorkerKind(reads="groups"), WorkerKind(reads="prepared", follows=True)
+PREPROCESSING, TRAINING = WorkerKind(reads="unprepared"), WorkerKind(reads="prepared", follows=True)
 
 
 class Ends:

@@ -165,7 +165,7 @@ def worker_kind(config: RunConfig, role: str) -> WorkerKind | None:
     if role == TRAINING:
         return WorkerKind(reads="prepared" if apart else "groups", follows=True)
     if role == PREPROCESSING:
-        return WorkerKind(reads="groups")
+        return WorkerKind(reads="unprepared")
     if role in (roles := generation_roles(config)):
         return WorkerKind(process=roles.index(role))
     return None

@@ -30,7 +30,7 @@ from pipelinerl.config.schema import EvaluationConfig, RunConfig
 from pipelinerl.environments.registry import make_environment, make_inner, notes_of
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, RunDirectoryError, StalledError, WeightUpdateError
 from pipelinerl.files import JsonLines, OpenLines, remedy
-from pipelinerl.hub.client import Claims, HubClient
+from pipelinerl.hub.client import Claims, HubClient, RecordLines
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer
 from pipelinerl.launch.session import Session
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
@@ -56,7 +56,8 @@ def run_generation(session: Session, hub: HubClient, index: int) -> None:
     torch.set_num_threads(session.here.threads)
     admission, stopping = Claims(hub, session.schedule), threading.Event()
     with closing(_receiver(session, hub, index)) as receiver:
-        generation = Generation(session, hub, admission, receiver, lines=hub.opener(session.run.root), index=index)
+        lines = partial(RecordLines, hub, session.run.root)
+        generation = Generation(session, hub, admission, receiver, lines=lines, index=index)
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
         asyncio.run(generation.run(stop=stop_on_sigterm(stopping)))

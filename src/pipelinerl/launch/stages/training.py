@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
 from pipelinerl.extras import version
 from pipelinerl.files import SHARED_MEMORY, JsonLines, OpenLines, write_atomically
-from pipelinerl.hub.client import HubClient, HubReader
+from pipelinerl.hub.client import HubClient, HubReader, RecordLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
@@ -68,7 +69,7 @@ def run_training(session: Session, hub: HubClient) -> None:
             reader = HubReader(hub, Prepared)
         else:
             reader = HubReader(hub, Group, prepare=make_preprocessor(config, policy.lora).process)
-        sender, files = _sender(session, hub, stopping.is_set), hub.opener(session.run.root)
+        sender, files = _sender(session, hub, stopping.is_set), partial(RecordLines, hub, session.run.root)
         opened = open_trainer(session, hub, policy, reader, sender, lines=files, settle=hub.require_sync)
         trainer = stack.enter_context(opened)
         try:

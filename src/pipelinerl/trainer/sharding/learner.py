@@ -109,7 +109,12 @@ class ShardedLearner(Learner):
         self._host_is_current = True  # with the weights that were loaded
         super().__init__(policy.model, config, lora=policy.lora, **options)
         self._reference = None if reference is None else self._load_reference(reference, options["temperature"])
-        self._attention_cost = attention_cost(self.model)
+        text = self.model.config.get_text_config()
+        heads = getattr(text, "num_attention_heads", 1)
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        matrices = sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
+        # Of a token's attention to one other token, in units of one token's matrix products.
+        self._attention_cost = float(text.num_hidden_layers * heads * width / matrices)
         if self._forward.padded:
             self._waste = 1.0  # one forward for each micro-batch: the ranks' collective calls must be the same
 
@@ -272,20 +277,12 @@ place is computed as well (with a loss of 0). So all ranks make the same number 
 """
 
 
-def attention_cost(model: Any) -> float:
-    """The cost of a token's attention to one other token, in units of one token's matrix products."""
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 1)
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    return float(text.num_hidden_layers * heads * width / matrices)
-
-
 def plan(lengths: Sequence[Sequence[int]], attention: float, ranks: int, budget: int) -> Grid:
     """Distribute samples over ranks, in bins of at most `budget` tokens. `lengths`: those of each sample's sequences.
 
     There are as few rows as `pack` needs, or a few more if that many even bins don't exist. A sample longer than the budget
-    gets a bin of its own. No samples: no rows. `attention`: see `attention_cost`. Raises ValueError like `pack`.
+    gets a bin of its own. No samples: no rows. `attention`: the cost of a token's attention to one other token, in
+    units of one token's matrix products. Raises ValueError like `pack`.
     """
     tokens = [sum(of_sample) for of_sample in lengths]
     costs = [sum(length + attention * length * length for length in of_sample) for of_sample in lengths]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -141,9 +142,7 @@ def _form(
         torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
         torch.cuda.set_device(device)
 
-    def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return gloo_group(store, rank, size, host=rendezvous.host, bound=timeout)
-
+    gloo: Any = partial(gloo_group, host=rendezvous.host)
     distributed.Backend.register_backend(_GLOO, gloo, devices=["cpu", "cuda"])
     distributed.init_process_group(
         _GLOO if backend == "gloo" else f"cpu:{_GLOO},cuda:{backend}",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
-from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
+from pipelinerl.errors import BroadcastEndedError, WeightUpdateError, first_line
 from pipelinerl.hub import wire
 from pipelinerl.rendezvous import Rendezvous, gloo_group, prove_members
 from pipelinerl.weights.layout import Layout
@@ -97,8 +97,8 @@ class BroadcastGroup:
         try:
             rendezvous.store.set_timeout(bound)
             if form.backend == "gloo":
-                ends: Any = {"host": rendezvous.host, "bound": bound, "threads": 1}  # one broadcast at a time, in order
-                self._group = gloo_group(rendezvous.store, rank, form.size, **ends)
+                # One thread: one broadcast at a time, in order.
+                self._group = gloo_group(rendezvous.store, rank, form.size, bound, host=rendezvous.host, threads=1)
                 prove_members(self._group, key, rank=rank, size=form.size, bound_s=form.bound_s)
             else:
                 torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())  # of this thread
@@ -184,8 +184,3 @@ def staging_buffer(size: int, device: torch.device) -> Tensor:
         raise WeightUpdateError(
             f"no room for a copy of the weights ({size / 1e6:.0f} MB) on {device}. Free memory, or send a smaller type"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The message without the C++ stack trace that PyTorch appends."""
-    return str(error).partition("\n")[0]

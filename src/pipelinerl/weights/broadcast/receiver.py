@@ -197,10 +197,14 @@ class CollectiveWeightReceiver(Receiver):
 
     def offered(self) -> int | None:
         """See `Receiver`. Raises WeightUpdateError if nothing can be received here, which is not the sender's end."""
+        offered = super().offered()
+        if self._group is None and self.meeting is not None:
+            request = ProcessGroupRequest(host=self.meeting.host, port=self.meeting.port, **self._options)
+            self._group = BroadcastReceiver(request, self._device)
         problem = self._group.problem if self._group is not None else None
         if problem is not None and not isinstance(problem, BroadcastEndedError):
             raise problem
-        return super().offered()
+        return offered
 
     def close(self) -> None:
         if self._group is not None:
@@ -211,8 +215,3 @@ class CollectiveWeightReceiver(Receiver):
         if update is None or update.version != offer.version:
             raise WeightUpdateError(f"weights of version {offer.version} were offered before they were received")
         return update.tensors
-
-    def _on_meeting(self, meeting: wire.Meeting) -> None:
-        if self._group is None:
-            request = ProcessGroupRequest(host=meeting.host, port=meeting.port, **self._options)
-            self._group = BroadcastReceiver(request, self._device)
