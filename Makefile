@@ -96,7 +96,7 @@ test-newest: install
 CHAOS_RUNS ?= 1
 CHAOS_SEED ?= 0
 chaos: install
-	$(BIN)/python -m tests.chaos --layouts all --runs $(CHAOS_RUNS) --seed $(CHAOS_SEED) --replay
+	$(BIN)/python -m tests.chaos --runs $(CHAOS_RUNS) --seed $(CHAOS_SEED) --replay
 
 # The real vLLM, for CPU, in an environment of its own: 3.5 GB and some minutes the first time.
 test-vllm: install $(VLLM)/.installed

@@ -268,13 +268,14 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Delete the remains of interrupted writes and deletions in `directory`.
+def remove_unfinished(*directories: Path) -> None:
+    """Delete the remains of interrupted writes and deletions.
 
     Only the launcher does this, before a session: a trainer may be late, and what is there then is of a later session.
     """
-    for path in directory.glob(HIDDEN + "*"):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob("step_*.old"):
-        if path.with_suffix("").exists():
-            _remove(path)
+    for directory in directories:
+        for path in directory.glob(HIDDEN + "*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in directory.glob("step_*.old"):
+            if path.with_suffix("").exists():
+                _remove(path)

@@ -17,24 +17,10 @@ from pipelinerl.resources.roles import generation_roles, server_roles, worker_ro
 
 Kind = Literal["kill", "stop", "slow", "disk", "memory", "cut", "silence", "delay", "weights", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-DESCRIPTIONS: dict[Kind, str] = {
-    "kill": "SIGKILL",
-    "stop": "SIGSTOP, later SIGCONT",
-    "slow": "stopped for most of every half second",
-    "disk": "files can't grow beyond a size (RLIMIT_FSIZE): a full disk, for every process of the run",
-    "memory": "no more memory can be allocated (RLIMIT_AS)",
-    "cut": "connections are closed, and new ones refused",
-    "silence": "nothing that is sent arrives, and connections stay open",
-    "delay": "everything that is sent arrives late",
-    "weights": "a flipped byte in the weights that wait for an engine",
-    "environment": "attempts that raise, hang, compute for ever, keep memory, or return nonsense",
-}
-
 LAUNCHER = "launcher"
 EVERYWHERE = "all processes"
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "as-is": (),
     "embedded": ("--launch.kind=embedded", "--stream.kind=files"),
     "processes": ("--launch.kind=processes", "--stream.kind=files"),
     "engines": ("--launch.kind=processes", "--stream.kind=files", "--engine.processes=2"),
@@ -56,7 +42,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "--stream.url=redis://127.0.0.1:6379/0",
     ),
 }
-"""Where the parts of a run are: settings on top of the run file's. `ray`: a cluster of this machine only. `links`: Redis and
+"""Where the parts of a run are. `ray`: a cluster of this machine only. `links`: Redis and
 the engine servers are not the run's own, and it reaches them through proxies, which can cut, silence and delay."""
 
 SMALL = (
@@ -65,7 +51,7 @@ SMALL = (
     *("--trainer.checkpoint_every=4", "--trainer.learning_rate=1e-3", "--schedule.max_lag=4", "--evaluation.problems=0"),
     *("--launch.watchdog_s=15",),
 )
-"""Settings of the demo, without a run file: batches that are no multiple of a group, a lag bound, frequent checkpoints."""
+"""Settings of the demo: batches that are no multiple of a group, a lag bound, frequent checkpoints."""
 
 STEPS_PER_FAULT = 7
 """Steps of such a run, per fault: those until it is due, and those that are taken while it lasts."""

@@ -8,11 +8,13 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -26,7 +28,6 @@ from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from tests.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
 from tests.chaos.invariants import check
 from tests.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
-from tests.chaos.results import Injected, Result
 from tests.redis_server import redis_for_tests
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
@@ -39,30 +40,78 @@ START_S = 120.0
 MOST_SESSIONS = 60
 
 
+Effect = Literal["went on", "restarted", "ended", "not injected"]
+
+
+class Injected(msgspec.Struct, kw_only=True):
+    """What a fault did.
+
+    `effect`: the run went on, with the process replaced (`restarted`), or the session ended with `said`. `noticed_s`: until
+    the session ended. `recovered_s`: until a step was taken, by the run or by the session that resumed it. Both count from
+    the injection; None: not observed, as another fault came first.
+    """
+
+    fault: Fault
+    effect: Effect = "went on"
+    at_step: int = 0
+    noticed_s: float | None = None
+    recovered_s: float | None = None
+    said: str = ""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """One run. `violations` are empty if it reached its goal in time and all invariants hold."""
+
+    layout: str
+    seed: int
+    faults: list[Injected]
+    troubled: dict[str, int]
+    sessions: int
+    steps: int
+    wall_s: float
+    violations: list[str]
+    command: str
+    run_dir: str
+
+
+def line_of(result: Result) -> str:
+    """What happened to one run, in one line, with a line for each violation."""
+    injected = [one for one in result.faults if one.effect != "not injected"]
+    kinds = Counter(one.fault.kind for one in injected)
+    ended = [one for one in injected if one.effect == "ended"]
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    parts = [
+        f"{result.layout} seed {result.seed}: {len(injected)} faults ({listed})",
+        f"{result.sessions} sessions",
+        f"{result.steps} steps in {result.wall_s:.0f} s",
+    ]
+    if noticed := [one.noticed_s for one in ended if one.noticed_s is not None]:
+        parts.append(f"ended within {median(noticed):.1f} s (longest {max(noticed):.1f})")
+    if recovered := [one.recovered_s for one in injected if one.recovered_s is not None]:
+        parts.append(f"next step within {median(recovered):.1f} s (longest {max(recovered):.1f})")
+    outcome = "whole" if not result.violations else "BROKEN"
+    return "\n".join([f"{', '.join(parts)}: {outcome}", *(f"  {line}" for line in result.violations)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to run. `count`: faults per run. `settings`: flags over the run file's. `replay`: also repeat the training."""
+    """What to run. `count`: faults per run. `replay`: also repeat the training."""
 
-    run_file: Path | None
     out: Path
     count: int
     kinds: Sequence[Kind] = KINDS
-    settings: Sequence[str] = ()
     replay: bool = False
-    keep: bool = False
 
     def command(self, layout: str, seed: int) -> str:
         """What runs this seed again."""
-        parts = ["python", "-m", "tests.chaos", *([str(self.run_file)] if self.run_file else [])]
-        parts += ["--layouts", layout, "--seed", str(seed), "--count", str(self.count)]
-        parts += [] if tuple(self.kinds) == KINDS else ["--faults", ",".join(self.kinds)]
-        return " ".join([*parts, *(["--replay"] if self.replay else []), *self.settings])
+        faults = "" if tuple(self.kinds) == KINDS else f" --faults {' '.join(self.kinds)}"
+        command = f"python -m tests.chaos --layouts {layout} --seed {seed} --count {self.count}{faults}"
+        return command + " --replay" * self.replay
 
     def flags(self, layout: str, run_dir: Path) -> list[str]:
         steps = f"--trainer.steps={STEPS_PER_FAULT * (self.count + 1)}"
-        small = (*SMALL, steps) if self.run_file is None else ()
         own = ("--metrics.view=none", "--metrics.plot=false", f"--run_dir={run_dir}")
-        return [*small, *LAYOUTS[layout], *self.settings, *own]
+        return [*SMALL, steps, *LAYOUTS[layout], *own]
 
 
 class _StopError(Exception):
@@ -80,8 +129,8 @@ def run_chaos(request: Request, layout: str, seed: int, stop: Callable[[], bool]
         around = stack.enter_context(_surroundings(layout, request, run_dir))
         flags = [*request.flags(layout, run_dir / "run"), *around.settings]
         if "environment" in request.kinds:
-            flags += _troubled(load_config(request.run_file, flags), seed)
-        config = load_config(request.run_file, flags)
+            flags += _troubled(load_config(None, flags), seed)
+        config = load_config(None, flags)
         faults = plan_faults(seed, config, request.count, request.kinds, sorted(around.links))
         chaos = _Chaos(request, config, run_dir / "run", flags, faults, around, stop)
         violations = chaos()
@@ -97,7 +146,7 @@ def run_chaos(request: Request, layout: str, seed: int, stop: Callable[[], bool]
         command=request.command(layout, seed),
         run_dir=str(run_dir),
     )
-    if not violations and not request.keep:
+    if not violations:
         shutil.rmtree(run_dir)
     return result
 
@@ -129,7 +178,7 @@ def _surroundings(layout: str, request: Request, run_dir: Path) -> Iterator[_Sur
             port = free_port("127.0.0.1")
             stack.enter_context(redis_for_tests(run_dir / "redis", "--port", str(port)))
             proxy = stack.enter_context(closing(Proxy(("127.0.0.1", port))))
-            config = load_config(request.run_file, request.flags(layout, run_dir / "run"))
+            config = load_config(None, request.flags(layout, run_dir / "run"))
             servers = [stack.enter_context(closing(_Server(run_dir, number, config))) for number in range(2)]
             urls = ",".join(f"http://127.0.0.1:{server.proxy.port}" for server in servers)
             links = {"redis": proxy, **{server.name: server.proxy for server in servers}}
@@ -271,10 +320,9 @@ class _Chaos:
         hurt = len(self.injected)  # faults from here on may end this session, as may one that still lasts
         lasting = bool(self._undo)
         arguments = self.flags if not self._started() else ["--resume", str(self.run_dir)]
-        run_file = [str(self.request.run_file)] if self.request.run_file and not self._started() else []
         self.sessions += 1
         self._moved_s = time.monotonic()
-        with _command(["train", *run_file, *arguments], self._log) as launcher:
+        with _command(["train", *arguments], self._log) as launcher:
             self._launcher, self._stepped_s = launcher, None
             while launcher.running:
                 self._look()

@@ -51,7 +51,7 @@ def test_every_place_is_hurt_by_every_fault_that_fits(layout: str) -> None:
 
 LABELS = (
     "experiments/",
-    "metrics/trackers.py",
+    "report/trackers.py",
     "serving/server/service.py",
     "serving/server/chat.py",
 )

@@ -128,13 +128,6 @@ def test_a_resumed_step_is_bitwise_the_step_that_would_have_followed(tmp_path: P
         assert torch.equal(a, b)
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
-    for version in (1, 2, 3):
-        save(tmp_path, version, keep=2)
-    assert list(by_version(tmp_path)) == [2, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
-
-
 def evaluated(run_dir: Path, *points: tuple[int, float | None]) -> None:
     with (run_dir / "evaluations.jsonl").open("a") as file:
         for version, reward in points:

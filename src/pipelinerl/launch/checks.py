@@ -52,8 +52,18 @@ def check_before_the_start(config: RunConfig) -> MemoryCheck:
 
 def check_without_running(config: RunConfig) -> MemoryCheck:
     """Check the devices, the model and its memory, and the arguments of a built-in environment. Raises UserError."""
-    if config.launch.kind != "ray":  # there the devices are those of other machines
-        _check_devices(config)
+    engine, trainer = config.engine, config.trainer
+    devices = {"trainer.device": trainer.device, "trainer.ranks": trainer.rank_device(trainer.ranks - 1)}
+    if engine.kind != "vllm" and not engine.urls:  # vLLM has its own Python environment and PyTorch
+        devices["engine.device"] = engine.device
+    for setting, device in devices.items() if config.launch.kind != "ray" else ():  # there they are of other machines
+        if device != "cpu":
+            from pipelinerl.models.device import require_device  # noqa: PLC0415 - loads torch into this process
+
+            try:
+                require_device(device)
+            except UserError as error:
+                raise UserError(f"{setting}: {error}") from error
     memory = check_memory(config)
     if config.environment != EnvironmentConfig() and ":" not in config.environment.kind:
         from pipelinerl.environments.registry import check_arguments  # noqa: PLC0415 - not for the demo
@@ -64,25 +74,6 @@ def check_without_running(config: RunConfig) -> MemoryCheck:
 
         require(name, "metrics.trackers")
     return memory
-
-
-def _check_devices(config: RunConfig) -> None:
-    """Raise UserError if a device that the run computes on does not exist. Imports torch only if one is not the CPU.
-
-    vLLM's device is not checked: it has its own Python environment and PyTorch.
-    """
-    engine, trainer = config.engine, config.trainer
-    devices = {"trainer.device": trainer.device, "trainer.ranks": trainer.rank_device(trainer.ranks - 1)}
-    if engine.kind != "vllm" and not engine.urls:
-        devices["engine.device"] = engine.device
-    for setting, device in devices.items():
-        if device != "cpu":
-            from pipelinerl.models.device import require_device  # noqa: PLC0415 - loads torch into this process
-
-            try:
-                require_device(device)
-            except UserError as error:
-                raise UserError(f"{setting}: {error}") from error
 
 
 # ---- the trial of an environment
@@ -167,25 +158,22 @@ def dry_run(config: RunConfig) -> list[str]:
     Raises the error that the run would end with: UserError for settings, models and environments that can't be used.
     """
     config, chosen = settled(config)
-    memory, placement, report = check_without_running(config), _placement(config), try_environment(config)
+    memory, placement = check_without_running(config), []
+    if config.launch.kind == "ray":
+        from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - an extra
+        from pipelinerl.resources.placement import placement_lines  # noqa: PLC0415 - few runs need it
+
+        with connected(config.launch) as cluster:
+            placement = placement_lines(placement_of(config, cluster), cluster.machines)
+    elif config.launch.kind == "processes" and on_gpus(config):
+        from pipelinerl.resources.placement import place_here, placement_lines  # noqa: PLC0415 - few runs need it
+
+        places, here = place_here(config)
+        placement = placement_lines(places, [here])
+    report = try_environment(config)
     uses = [
         f"  {use.role:<26} {use.name:<30} {'up to ' * use.varies + f'{use.size / 1e6:.0f} MB':>18}  {use.device}"
         for use in memory.uses
     ]
     warnings = [*memory.lines[1:], *(f"warning: {warning}" for warning in report.warnings)]
     return [*chosen, *placement, memory.lines[0], *uses, *report.lines, *warnings]
-
-
-def _placement(config: RunConfig) -> list[str]:
-    """Where the processes of a run on several machines, or on GPUs of this one, would be started."""
-    if config.launch.kind == "embedded" or (config.launch.kind == "processes" and not on_gpus(config)):
-        return []
-    from pipelinerl.resources.placement import place_here, placement_lines  # noqa: PLC0415 - few runs need it
-
-    if config.launch.kind == "processes":
-        places, here = place_here(config)
-        return placement_lines(places, [here])
-    from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - an extra
-
-    with connected(config.launch) as cluster:
-        return placement_lines(placement_of(config, cluster), cluster.machines)

@@ -111,7 +111,15 @@ def _train_session(
         )
         records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
         session = Session(config, run, plan, make_schedule(config), records_from_s)
-        _write_start(session)
+        write_session(session)
+        if not run.config.exists():
+            keep_settings(config, run)
+        run.stop_request.unlink(missing_ok=True)
+        remove_unfinished(
+            run.checkpoints, run.root / WEIGHTS_FOLDER
+        )  # a trainer that was frozen can't install them any more
+        for stale in (run.statuses, *run.control.glob("*.ready.json")):
+            stale.unlink(missing_ok=True)
         title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {run.root}"
         made = make_view(config.metrics.view, sys.stdout, target=config.trainer.steps, title=title)
         view = stack.enter_context(closing(made))
@@ -152,19 +160,6 @@ def _runner(config: RunConfig, lock: RunLock) -> Iterator[Callable[[Session, Run
         with connected(config.launch) as cluster:
             wait_until_unused(lock.run.root)
             yield lambda session, view: run_processes(session, view, RayHost(session, cluster))
-
-
-def _write_start(session: Session) -> None:
-    """Write the files that the session's processes, and a later resume, read. Raises OSError."""
-    run = session.run
-    write_session(session)
-    if not run.config.exists():
-        keep_settings(session.config, run)
-    run.stop_request.unlink(missing_ok=True)
-    for folder in (run.checkpoints, run.root / WEIGHTS_FOLDER):  # a trainer that was frozen can't install them any more
-        remove_unfinished(folder)
-    for stale in (run.statuses, *run.control.glob("*.ready.json")):
-        stale.unlink(missing_ok=True)
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:

@@ -122,17 +122,14 @@ def read_session(run: RunDirectory, here: WorkerSpec) -> Session:
     return Session(config, run, plan, make_schedule(config), here.records_from_s, here)
 
 
-class WorkerError(msgspec.Struct, frozen=True):
-    """The error that a worker ended with. `kind` is its class in `errors`."""
-
-    kind: str
-    message: str
-    traceback: str
-
-
 class WorkerReport(msgspec.Struct, frozen=True):
-    """How a worker ended. It writes this itself, unless it `died`: was killed, or ended without a report of an error."""
+    """How a worker ended. It writes this itself, unless it `died`: was killed, or ended without a report of an error.
+
+    `kind` is the class of its error in `errors`, "" if there was none.
+    """
 
     peak: PeakMemory | None = None
-    error: WorkerError | None = None
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
     died: bool = False

@@ -29,7 +29,7 @@ from pipelinerl.hub.hub import Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream, GroupStream
 from pipelinerl.interfaces import Board
-from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
+from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
 from pipelinerl.process import PeakMemory
 from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.roles import (
@@ -96,12 +96,11 @@ class Worker(Stoppable):
 
     def failure(self) -> PipelineRLError | None:
         """The error that it ended with. None if it still runs, ended with status 0, or was stopped on request."""
-        if (report := self.report()) is None or report.error is None:
+        if (report := self.report()) is None or not report.kind:
             return None
-        kind = getattr(pipelinerl.errors, report.error.kind, StageDiedError)
-        error: PipelineRLError = kind(report.error.message)
-        if report.error.traceback:
-            error.add_note(report.error.traceback)
+        error: PipelineRLError = getattr(pipelinerl.errors, report.kind, StageDiedError)(report.message)
+        if report.traceback:
+            error.add_note(report.traceback)
         return error
 
     @property
@@ -150,12 +149,11 @@ class LocalWorker(ChildProcess, Worker):
             written, reported = WorkerReport(), False
         if not status or (self.asked_to_stop and status == -signal.SIGTERM):
             self._ended = WorkerReport(written.peak)
-        elif written.error is not None:
+        elif written.kind:
             self._ended = written
         else:
             message = f"{named(self)} {self.how_it_ended()}{self.log_excerpt()}"
-            error = WorkerError(StageDiedError.__name__, message, "")
-            self._ended = WorkerReport(written.peak, error, died=not reported)
+            self._ended = WorkerReport(written.peak, StageDiedError.__name__, message, died=not reported)
         return self._ended
 
 

@@ -22,7 +22,7 @@ from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError,
 from pipelinerl.extras import require
 from pipelinerl.launch.hosts.host import Host, Worker, named, worker_kind
 from pipelinerl.launch.hosts.worker import WorkerActor
-from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec
+from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
 from pipelinerl.resources.placement import Node, Placement, place, placement_lines, roles_of, shares_on
 from pipelinerl.resources.roles import TRAINING, process_environment, rank_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S
@@ -84,18 +84,13 @@ def wait_until_unused(root: Path) -> None:
     launchers on the same machine.
     """
     deadline_s = time.monotonic() + ORPHAN_PATIENCE_S
-    own = f":{_launcher()}"
+    own = f":{ray.get_runtime_context().get_job_id()}"
     while any(name.startswith(f"{root}:") and not name.endswith(own) for name in ray.util.list_named_actors()):
         if time.monotonic() > deadline_s:
             raise RunDirectoryError(
                 f"{root} is in use by another run on this cluster; wait for it or choose another --run_dir"
             )
         time.sleep(0.5)
-
-
-def _launcher() -> str:
-    """Ray's id of this process and its connection with the cluster."""
-    return str(ray.get_runtime_context().get_job_id())
 
 
 def placement_of(config: RunConfig, cluster: Cluster) -> list[Placement]:
@@ -136,8 +131,8 @@ class RayWorker(Worker):
                 self._report = msgspec.json.decode(ray.get(self._running), type=WorkerReport)
             except exceptions.RayError:
                 message = f"{named(self)} was killed or crashed (log: {self.log})"
-                error = WorkerError(StageDiedError.__name__, message, "")
-                self._report = WorkerReport() if self.asked_to_stop else WorkerReport(error=error, died=True)
+                died = WorkerReport(kind=StageDiedError.__name__, message=message, died=True)
+                self._report = WorkerReport() if self.asked_to_stop else died
             self.kill()
         return self._report
 
@@ -198,7 +193,7 @@ class RayHost(Host):
         strategy = NodeAffinitySchedulingStrategy(self._cluster.ids[machine.name], soft=False)
         options = {
             # `wait_until_unused` finds the name. It is of this session only: Ray keeps it until the launcher has ended.
-            "name": f"{session.run.root}:{role}:{session.plan.id}:{_launcher()}",
+            "name": f"{session.run.root}:{role}:{session.plan.id}:{ray.get_runtime_context().get_job_id()}",
             "num_cpus": 0,
             "num_gpus": len(where.gpus),
             "max_restarts": 0,

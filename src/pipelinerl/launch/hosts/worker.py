@@ -30,7 +30,7 @@ from pipelinerl.errors import PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import UNWRITABLE, remedy, write_atomically
 from pipelinerl.hub.client import HubClient, dial
 from pipelinerl.launch import GARBAGE_THRESHOLD
-from pipelinerl.launch.session import Session, WorkerError, WorkerReport, WorkerSpec, read_session
+from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec, read_session
 from pipelinerl.process import LOG_FORMAT, peak_memory, take_stdin, when_closed
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
@@ -45,11 +45,11 @@ def main(arguments: list[str]) -> int:
     try:
         write_atomically(run.report(role), msgspec.json.encode(report))
     except OSError as error:
-        if report.error is None:
+        if not report.kind:
             raise
         # On a full disk the log may still have room; the launcher shows its last lines.
-        print(f"{report.error.message}\n(can't write {run.report(role)}: {error})", file=sys.stderr)
-    return 0 if report.error is None else 1
+        print(f"{report.message}\n(can't write {run.report(role)}: {error})", file=sys.stderr)
+    return 1 if report.kind else 0
 
 
 class WorkerActor:
@@ -118,7 +118,7 @@ def run_role(run: RunDirectory, role: str, here: WorkerSpec, parent_pipe: int) -
         else:
             kind, pid = StageDiedError.__name__, os.getpid()
             message = f"the {role} process (pid {pid}) failed: {type(error).__name__}: {error} (log: {run.log(role)})"
-        return WorkerReport(peak_memory(), WorkerError(kind, message, traceback.format_exc()))
+        return WorkerReport(peak_memory(), kind, message, traceback.format_exc())
     return WorkerReport(peak_memory())
 
 
