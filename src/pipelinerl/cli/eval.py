@@ -36,7 +36,7 @@ CHAT_KEYS = (
 """The keys of the run file that a chat uses."""
 
 _EPILOG = (
-    "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 that of version 7, "
+    "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 the one of version 7, "
     "RUN_DIR@0 the model it started from, RUN_DIR@all every checkpoint, RUN_DIR@best the best by held-out reward. Keys of "
     "the run file are also flags "
     "(--environment.kind gcd --engine.slots 64). If the first MODEL is a run directory, their defaults are those of that "
@@ -68,8 +68,8 @@ def add_to(commands: Commands) -> None:
 
     text = "Chat with a model in the terminal, through the embedded engine."
     epilog = (
-        "MODEL: as for `pipelinerl eval`. A model without a chat template continues each line. /reset begins anew, Ctrl-C "
-        f"ends an answer, Ctrl-D the chat. These keys of the run file are also flags: {', '.join(CHAT_KEYS)}."
+        "MODEL: as for `pipelinerl eval`. A model without a chat template continues each line. /reset begins a new chat, "
+        f"Ctrl-C ends an answer, Ctrl-D the chat. These keys of the run file are also flags: {', '.join(CHAT_KEYS)}."
     )
     flag = commands.add("chat", text, epilog, run=run_chat).add_argument
     flag("model", metavar="MODEL", help="a folder, a hub id, `demo`, or a run directory")
@@ -113,8 +113,8 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
             "the first MODEL is not a run directory: give the environment to evaluate on, --environment.kind KIND"
         )
     if of_run is not None:  # without its servers: if they still run, they have other weights by now
-        kept = ("slots", "max_length", "prefill_tokens", "device", "threads")
-        changes: dict[str, Any] = {"engine": EngineConfig(**{name: getattr(of_run.engine, name) for name in kept})}
+        names = ["slots", "max_length", "prefill_tokens", "device", "threads"]
+        changes: dict[str, Any] = {"engine": EngineConfig(**{name: getattr(of_run.engine, name) for name in names})}
         if "--environment.kind" in given:  # the arguments are of another one
             changes["environment"] = EnvironmentConfig()
         config = with_flags(of_run.model_copy(update=changes), settings, KEYS)

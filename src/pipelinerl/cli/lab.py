@@ -18,9 +18,9 @@ from pipelinerl.errors import ReplayDifferenceError, UserError
 CALIBRATION = Path("calibration.json")
 _STUDY = (
     "kv-cache: measure the KL divergence of sampling with weights that change during generation from on-policy sampling, "
-    "with stale and with recomputed KV entries, and compare it with that of conventional lags. The run must have saved "
-    "consecutive checkpoints: pipelinerl train --trainer.checkpoint_every 1 --trainer.keep_checkpoints N, where N is the "
-    "number of steps. Keys of the run file are also flags (--engine.device cpu)."
+    "with stale and with recomputed KV entries, and compare it with the divergence at conventional lags. The run "
+    "must have saved consecutive checkpoints: pipelinerl train --trainer.checkpoint_every 1 --trainer.keep_checkpoints N, "
+    "where N is the number of steps. Keys of the run file are also flags (--engine.device cpu)."
 )
 
 _SWEEP = (

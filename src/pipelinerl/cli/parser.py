@@ -31,16 +31,7 @@ Run = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """Knows its own flags, and reports a wrong command line as other user errors: one line, exit status 2."""
-
-    def __init__(self, **options: Any) -> None:
-        self.flags: list[str] = []
-        super().__init__(**options, allow_abbrev=False)
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        action = super().add_argument(*names, **options)
-        self.flags += action.option_strings
-        return action
+    """Reports a wrong command line as other user errors: one line, exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see `{self.prog} --help`)")
@@ -51,9 +42,8 @@ class Commands:
 
     def __init__(self) -> None:
         text = "Reinforcement learning for language models, with in-flight weight updates."
-        self.root = Parser(
-            prog="pipelinerl", description=text, formatter_class=argparse.RawDescriptionHelpFormatter, usage=_USAGE
-        )
+        form = argparse.RawDescriptionHelpFormatter
+        self.root = Parser("pipelinerl", _USAGE, description=text, formatter_class=form, allow_abbrev=False)
         self.root.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
         self.root.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
         self._subparsers = self.root.add_subparsers(
@@ -63,7 +53,9 @@ class Commands:
 
     def add(self, name: str, text: str, epilog: str | None = None, *, run: Run, keys: bool = True) -> Parser:
         """Add the parser of a subcommand, which `run` executes. `keys`: it takes keys of the run file as flags."""
-        parser = self.parsers[name] = self._subparsers.add_parser(name, description=text, epilog=epilog, help=text)
+        parser = self.parsers[name] = self._subparsers.add_parser(
+            name, description=text, epilog=epilog, help=text, allow_abbrev=False
+        )
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         parser.set_defaults(run=run, keys=keys)
         return parser
@@ -92,7 +84,8 @@ class Commands:
         if len(arguments) > 1 and arguments[0] == "lab" and not arguments[1].startswith("-"):
             arguments = [f"lab {arguments[1]}", *arguments[2:]]
         command = next((argument for argument in arguments if argument in self.parsers), None)
-        flags = self.root.flags + (self.parsers[command].flags if command else [])
+        parsers = [self.root, *([self.parsers[command]] if command else [])]
+        flags = [flag for parser in parsers for flag in parser._option_string_actions]
         own: list[str] = []
         settings: list[str] = []
         takes_value = False

@@ -28,7 +28,7 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("watch", text, run=run_watch, keys=False).add_argument
     flag("run_dir", type=Path, nargs="+", metavar="RUN_DIR", help="a run directory, or a folder of them")
     flag("--port", type=PORTS, default=PORT, metavar="PORT", help=f"port to listen on, 0: any free port (default: {PORT})")
-    flag("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)  # of `train --watch`, with its end as that of stdin
+    flag("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)  # for `train --watch`; it ends with stdin
 
     text = "Write the page of `pipelinerl watch` for one or more runs to one HTML file that works offline."
     flag = commands.add("report", text, run=run_report, keys=False).add_argument

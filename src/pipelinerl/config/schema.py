@@ -313,10 +313,10 @@ class TrainerConfig(Section, frozen=True):
     checkpoint_every: Natural = 50
     """Optimizer steps between checkpoints, where a run goes on that lost a process; 0: only at the end and when stopped."""
     keep_checkpoints: Count = 2
-    """How many of the latest checkpoints to keep. The best one by held-out reward, `RUN_DIR@best`, is kept besides."""
+    """How many of the latest checkpoints to keep, besides the best one by held-out reward, `RUN_DIR@best`."""
     weights_every: Natural = 0
     """Optimizer steps between copies of the weights in `weights/`, for `pipelinerl eval RUN_DIR@all`, and with 1 for
-    `pipelinerl replay --verify` without training. All are kept; each takes as much disk as the model. 0: none.
+    `pipelinerl replay --verify` without training. None is removed; each takes as much disk as the model. 0: none.
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
@@ -325,7 +325,7 @@ class TrainerConfig(Section, frozen=True):
     device: Device = "cpu"
     """torch device of the trainer, as `engine.device`."""
     threads: Count | None = None
-    """CPU threads of the trainer (of each rank). null: half the cores, or those that engines leave; `conventional`: all;
+    """CPU threads of the trainer (of each rank). null: half the cores, or the cores that engines leave; `conventional`: all;
     shared by the ranks.
     """
     ranks: Count = 1
@@ -381,7 +381,7 @@ class LaunchConfig(Section, frozen=True):
     ray_address: str | None = None
     """ray: the cluster, like `10.0.0.5:6379`. null: the environment variable RAY_ADDRESS, or the cluster of this machine."""
     ray_without_token: bool = False
-    """ray: accept a cluster of several machines without token authentication, where whoever reaches a port can run code."""
+    """ray: accept a cluster of several machines without token authentication, where any client of its ports can run code."""
     place: dict[str, str] = {}
     """ray: machines (name or address) for some processes, like `{training: 10.0.0.5, server-0: 10.0.0.6}`. The others are
     placed where there is room.

@@ -20,7 +20,7 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON-like values, without secrets in addresses, and in `environment` by the names of keys.
 
     A name whose last word is a secret's (`api_key`, `accessToken`, `passwords`) has its value removed, whatever it is: only
-    numbers under a plural are kept, because they are counts (`max_tokens`).
+    numbers under a plural stay, because they are counts (`max_tokens`).
     """
     cleaned: dict[str, Any] = _clean(config.model_dump(mode="json"), by_name=False)
     cleaned["environment"] = _clean(cleaned["environment"], by_name=True)

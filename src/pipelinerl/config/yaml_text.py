@@ -98,9 +98,9 @@ def parse(text: str, source: str, *, variables: bool = False, is_text: Callable[
         where = f"{source}:{mark.line + 1}" if (mark := error.problem_mark or error.context_mark) else source
         hint = ' (inside { } and [ ], quote a variable: "${NAME}")' if mark and "${" in str(mark.get_snippet()) else ""
         hint = " (YAML is indented with spaces)" if "'\\t'" in (error.problem or "") else hint
-        said = error.problem or error.context
-        said = f"{error.context}, {said}" if str(said).startswith("but ") else said
-        raise ConfigError(f"{where}: not valid YAML: {said}{hint}") from error
+        problem = error.problem or error.context
+        problem = f"{error.context}, {problem}" if str(problem).startswith("but ") else problem
+        raise ConfigError(f"{where}: not valid YAML: {problem}{hint}") from error
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{source}: not valid YAML: character {error.position}: {error.reason}") from error
     except RecursionError as error:

@@ -9,14 +9,11 @@ import torch
 
 from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments.prompts import encode_or_refuse, has_chat_template, text_decoder
+from pipelinerl.environments.prompts import TextStream, encode_or_refuse, has_chat_template, text_decoder
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
 from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_token_ids
 from pipelinerl.types import GenerationRequest, SamplingParams
-
-UNFINISHED = "\ufffd"
-"""What the first bytes of a character are decoded to."""
 
 
 class Chat:
@@ -70,20 +67,16 @@ class Chat:
         )
         request = GenerationRequest(id=f"chat-{self._seed}", prompt_ids=prompt, sampling=sampling, stream=True)
         self._engine.submit(request)
-        said = ""
-        ids: list[int] = []
-        decode = text_decoder(self._tokenizer)
+        answered, stream, done = "", TextStream(text_decoder(self._tokenizer)), False
         try:
-            done = False
             while not done:
                 output = self._engine.step()
-                ids += [event.token_id for event in output.tokens]
                 done = bool(output.finished)
-                whole = decode([token for token in ids if token not in self._stop])
-                if done or not whole.endswith(UNFINISHED):
-                    yield whole[len(said) :]
-                    said = whole
+                piece = stream.feed([event.token_id for event in output.tokens if event.token_id not in self._stop])
+                piece += stream.rest() if done else ""
+                answered += piece
+                yield piece
         finally:
             self._engine.cancel(request.id)
             self._engine.step()
-            self._messages = [*asked, {"role": "assistant", "content": said}] if self.has_template else self._messages
+            self._messages = [*asked, {"role": "assistant", "content": answered}] if self.has_template else self._messages

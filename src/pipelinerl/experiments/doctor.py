@@ -51,8 +51,8 @@ def shown(findings: Sequence[Finding]) -> str:
         style = {"ok": "green", "note": "yellow", "WRONG": "bold red"}[one.level]
         table.add_row(Text(one.level, style), one.what, Text(one.found, overflow="fold"), Text(one.fix, overflow="fold"))
     wrong = [one.what for one in findings if one.level == WRONG]
-    said = f"{count(len(wrong), 'thing')} wrong: {', '.join(wrong)}" if wrong else "nothing is wrong; notes are choices"
-    return f"{rendered(table)}{said}\n"
+    last = f"{count(len(wrong), 'thing')} wrong: {', '.join(wrong)}" if wrong else "nothing is wrong; notes are choices"
+    return f"{rendered(table)}{last}\n"
 
 
 def _judged(what: str, found: str, fine: bool, fix: str, otherwise: Level = WRONG) -> Finding:
@@ -146,10 +146,10 @@ def vllm(python: Path | None) -> Finding:
         return Finding("note", "vLLM", found, "only for engine.kind vllm; its environment: doctor --vllm-python PYTHON")
     if shutil.which(python) is None:
         return Finding(WRONG, "vLLM", f"{python} is no program", "name the Python of an environment with vLLM")
-    said = _output([str(python), "-c", "import vllm; print(vllm.__version__)"])
-    if said is None:
+    version = _output([str(python), "-c", "import vllm; print(vllm.__version__)"])
+    if version is None:
         return Finding(WRONG, "vLLM", f"{python} can't import vllm", "see docs/vllm.md; engine.python names its interpreter")
-    return Finding("ok", "vLLM", f"{said.split()[-1]} in {python}", f"--engine.kind vllm --engine.python {python}")
+    return Finding("ok", "vLLM", f"{version.split()[-1]} in {python}", f"--engine.kind vllm --engine.python {python}")
 
 
 def _output(command: Sequence[str], given: str = "") -> str | None:

@@ -45,7 +45,7 @@ STOP_S = 180.0
 class Setting(NamedTuple):
     """What runs have in common that differ only in their seed. `config` has the first seed.
 
-    `folder` is a path in the experiment's folder. `values` are those that were typed, by key, if there are any.
+    `folder` is a path in the experiment's folder. `values`: what was typed, by key, if anything was.
     """
 
     label: str
@@ -187,7 +187,7 @@ class Folder:
         *,
         resume: bool = False,
     ) -> PipelineRLError | None:
-        """Execute the runs that are not done, one after another. Returns the error of those that failed, if any did.
+        """Execute the runs that are not done, one after another. Returns an error for the failed ones, if there are any.
 
         A run that fails is a result, and the others follow; the next call tries it again. `ended` is called for every run,
         in order, and returns what there is to say of it.

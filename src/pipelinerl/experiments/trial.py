@@ -26,7 +26,7 @@ from pipelinerl.types import Group, Problem, Rollout
 class Trial:
     """A group that was played, and not trained on. `str` gives the report that `pipelinerl try` prints.
 
-    `group` has the rollouts with their rewards, `attempts` a record of every attempt, also of those that failed.
+    `group` has the rollouts with their rewards, `attempts` a record of every attempt, also of failed ones.
     """
 
     config: RunConfig
