@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 import torch
 from benchmarks.vllm_switch import VllmProcess, perturbed, running_vllm
 
-from pipelinerl.channel import listen
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.folder import resolve_path
@@ -28,7 +26,7 @@ from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, Serv
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.start import VllmSettings, kv_cache_bytes, members
-from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
+from pipelinerl.serving.wire import WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, versions_from_spans
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver
@@ -36,6 +34,7 @@ from tests.chaos.invariants import check
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
 from tests.integration.test_remote import contract_of
 from tests.integration.test_restart import GOAL, going, kill
+from tests.unit.serving.vllm.test_vllm_start import until
 from tests.unit.weights.relay import Relay
 
 PYTHON = os.environ.get("PIPELINERL_VLLM_PYTHON", "")
@@ -171,23 +170,6 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess)
         assert versions == sorted(versions)
 
 
-def test_a_broadcast_that_never_begins_leaves_it_as_it_was(vllm: VllmProcess) -> None:
-    held = version_at(vllm)
-
-    async def join(client: VllmServer) -> Completion:
-        with listen() as nobody:
-            host, port = nobody.getsockname()
-            group = ProcessGroupRequest(host=host, port=port, key="secret", index=0, timeout_s=0.5)
-            with pytest.raises(WeightUpdateError, match=r" in 0\.5 s"):
-                await client.join_broadcast(group)
-        await asyncio.sleep(0.2)  # vLLM closes the connection of a request that failed
-        with pytest.raises(WeightUpdateError, match=r"no broadcast was joined|was broadcast, not"):
-            await client.update_weights(WeightUpdateRequest(version=held + 1, checksum="0" * 32))
-        return await client.generate(request("still"))
-
-    assert {span.version for span in at(vllm, join).weight_versions} == {held}
-
-
 def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: VllmProcess, tmp_path: Path) -> None:
     """As after the death of a trainer; and what comes late from the session before is refused, or not taken."""
     models = [perturbed(load_model(ModelConfig()), seed) for seed in (7, 8)]
@@ -232,13 +214,6 @@ def test_a_run_goes_on_after_the_death_of_its_server(tmp_path: Path) -> None:
     assert counts["restarts"] == {"run": 1}
     assert check(run_dir) == []
     assert not any(alive(pid) for pid in before.values())
-
-
-def until(condition: Any, timeout_s: float = 30.0) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return bool(condition())
 
 
 def test_a_killed_server_is_noticed_and_leaves_nothing_behind(vllm: VllmProcess) -> None:

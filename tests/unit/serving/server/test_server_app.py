@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import msgspec
 import openai
 import pytest
@@ -24,6 +25,10 @@ from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, r
 TOKENIZER = byte_tokenizer()
 PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temperature": 1.0}
 CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 1}
+
+
+def messages_of(client: Any, key: str = "any") -> Any:
+    return anthropic.AsyncAnthropic(base_url="http://localhost", api_key=key, http_client=client, max_retries=0).messages
 
 
 def native(name: str, tokens: int = 10, *, stream: bool = False, **sampling: Any) -> GenerationRequest:
@@ -163,6 +168,23 @@ async def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(tmp_
         assert (await client.json("/v1/completions", PLAIN))["choices"]
 
 
+async def test_three_apis_give_the_same_answer(tmp_path: Path) -> None:
+    async with running(tmp_path) as (_, plain):
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=plain, max_retries=0)
+        chat = await client.chat.completions.create(model="bytes", messages=CHAT["messages"], max_tokens=12, temperature=0.0)
+        text, used = chat.choices[0].message.content, chat.usage
+        assert used is not None
+        asked: Any = {"model": "bytes", "input": "hello", "max_output_tokens": 12, "temperature": 0.0}
+        response = await client.responses.create(**asked)
+        assert (response.output_text, response.status) == (text, "incomplete")
+        assert (response.usage.input_tokens, response.usage.output_tokens) == (used.prompt_tokens, used.completion_tokens)
+        wants: Any = {"model": "bytes", "max_tokens": 12, "messages": CHAT["messages"], "extra_body": {"temperature": 0.0}}
+        async with messages_of(plain).stream(**wants) as stream:
+            message = await stream.get_final_message()
+        assert (message.content[0].text, message.stop_reason) == (text, "max_tokens")
+        assert message.usage.output_tokens == used.completion_tokens
+
+
 async def test_what_a_chat_may_change_about_its_template(tmp_path: Path) -> None:
     off = "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
     tokenizer = byte_tokenizer(template=TEMPLATE.replace("{% if add", off + "{% if add"))
@@ -259,6 +281,12 @@ async def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> 
             assert (await client.get("/health", headers=headers)).status_code == 200
         right = {"authorization": "Bearer secret", "origin": "https://elsewhere.example"}
         assert (await client.post("/v1/completions", json=PLAIN, headers=right)).status_code == 200
+        wants: Any = {"messages": CHAT["messages"], "max_tokens": 5}
+        assert (await messages_of(client, "secret").create(model="bytes", **wants)).role == "assistant"
+        with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+            await messages_of(client).create(model="bytes", **wants)
+        with pytest.raises(anthropic.NotFoundError, match="there is no model 'other'"):
+            await messages_of(client, "secret").create(model="other", **wants)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.errors import RequestError, WeightUpdateError
+from pipelinerl.errors import PromptTooLongError, RequestError, WeightUpdateError
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.vllm import adapter
 from pipelinerl.serving.vllm.adapter import ModelFacts, VllmServer
+from pipelinerl.serving.vllm.messages import Choice, Choices, InvalidAnswerError, Label, generate_body, worker_error
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
 from tests.unit.fake_engine_servers import wait_until
@@ -41,7 +42,7 @@ class FakeVllm:
         self.failures: dict[str, BaseException | list[BaseException]] = {}
         self.hold = asyncio.Event()
         self.hold.set()
-        self.reason = "length"
+        self.changes: dict[str, Any] = {}  # of answers
 
     async def ask(self, method: str, path: str, answer: Any, body: Any = None, *, timeout_s: float | None = None) -> Any:
         path, _, query = path.partition("?")
@@ -92,10 +93,10 @@ class FakeVllm:
         choice = {
             "token_ids": [7] * count,
             "logprobs": {"content": [{"token_id": 7, "logprob": -0.25}] * count},
-            "finish_reason": self.reason,
+            "finish_reason": "length",
             "weight_versions": [{"version": self.label, "start": 0, "end": count}],
         }
-        return {"choices": [choice]}
+        return {"choices": [choice | self.changes]}
 
     def _note(self, path: str) -> None:
         self.asked[path] += 1
@@ -192,10 +193,45 @@ async def test_a_restart_is_seen_in_the_answer(vllm: FakeVllm, server: VllmServe
     assert vllm.label == "0"
 
 
-async def test_an_abort_that_nobody_asked_for_is_asked_again(vllm: FakeVllm, server: VllmServer) -> None:
-    vllm.reason = "abort"
-    with pytest.raises(ServerBusyError, match="aborted request"):
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"finish_reason": "abort"}, ServerBusyError),  # may be asked again
+        ({"finish_reason": None}, ServerError),
+        ({"finish_reason": "error"}, ServerError),
+        ({"weight_versions": []}, ServerError),
+        ({"weight_versions": None}, ServerError),
+        ({"weight_versions": [{"version": "7", "start": 0, "end": 4}]}, ServerError),
+        ({"weight_versions": [{"version": "v7", "start": 0, "end": 5}]}, ServerError),
+        ({"logprobs": None}, ServerError),
+        ({"logprobs": {"content": None}}, ServerError),
+        ({"logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]}}, ServerError),
+        ({"logprobs": {"content": [{"token_id": 6, "logprob": -1.0}] * 5}}, ServerError),
+        ({"logprobs": {"content": [{"token_id": 7, "logprob": -9999.0}] * 5}}, ServerError),
+    ],
+)
+async def test_an_answer_that_lacks_or_contradicts_something_is_an_error(
+    vllm: FakeVllm, server: VllmServer, changes: dict[str, Any], kind: type[ServerError]
+) -> None:
+    vllm.changes = changes
+    with pytest.raises(
+        ServerError, match="aborted request" if kind is ServerBusyError else "completion that can't be used"
+    ) as e:
         await server.generate(request("a"))
+    assert type(e.value) is kind
+
+
+async def test_everything_that_an_answer_says_is_in_the_completion(vllm: FakeVllm, server: VllmServer) -> None:
+    spans = [{"version": "7", "start": 0, "end": 3}, {"version": "12", "start": 3, "end": 5}]
+    content = [{"token_id": token, "logprob": -0.5 * token, "rank": 1} for token in range(5)]
+    vllm.changes = {"token_ids": list(range(5)), "logprobs": {"content": content}, "weight_versions": spans}
+    assert await server.generate(request("a")) == Completion(
+        request_id="a",
+        token_ids=(0, 1, 2, 3, 4),
+        logprobs=(0.0, -0.5, -1.0, -1.5, -2.0),
+        weight_versions=(VersionSpan(7, 0, 3), VersionSpan(12, 3, 5)),
+        finish_reason="length",
+    )
 
 
 async def test_cancelling_who_waits_closes_the_connection(vllm: FakeVllm, server: VllmServer) -> None:
@@ -334,3 +370,54 @@ async def test_what_may_be_half_done_is_never_computed_with(
     assert vllm.asked["/resume"] in (0, 2)  # it is tried twice
     with pytest.raises(ServerError, match="half of version 1"):
         await server.generate(request("a"))
+
+
+# ---------------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    "label", ["default", "", "-1", "1.0", "٣", "9" * 19, "7@", "7@cafe", "7@cafe.x", "7@a b.1", "7@.1", "7\n"]
+)
+def test_only_numbers_and_those_of_sessions_are_versions(label: str) -> None:
+    assert Label.of("0") == Label(0)
+    assert [str(Label.of(text)) for text in ("12", "7@cafe.2")] == ["12", "7@cafe.2"]
+    with pytest.raises(InvalidAnswerError):
+        Label.of(label)
+    for choices in ((), (Choice(), Choice())):
+        with pytest.raises(InvalidAnswerError):
+            _ = Choices(choices).only
+
+
+REQUEST = GenerationRequest(
+    id="a", prompt_ids=(3, 4), sampling=SamplingParams(max_tokens=4, temperature=0.7, stop_token_ids=(1, 9), seed=5)
+)
+
+
+def test_a_request_asks_for_no_more_and_no_less_than_ours() -> None:
+    body = generate_body(REQUEST, 6)
+    assert (body["request_id"], body["token_ids"], body["stream"]) == ("a", (3, 4), False)
+    assert body["sampling_params"] == {
+        "max_tokens": 4,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 0,
+        "stop_token_ids": (1, 9),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def test_what_vllm_would_quietly_change_is_refused() -> None:
+    with pytest.raises(PromptTooLongError, match=r"2 prompt tokens \+ 4 new tokens > 5"):
+        generate_body(REQUEST, 5)
+    sampling = SamplingParams(max_tokens=4, temperature=0.001)
+    with pytest.raises(RequestError, match="temperature"):
+        generate_body(GenerationRequest(id="a", prompt_ids=(3,), sampling=sampling), 64)
+
+
+def test_the_message_of_a_worker_is_found_in_whatever_is_around_it() -> None:
+    inner = "weights refused: it isn't there"
+    message = f"Call to collective_rpc method failed: Worker failed with error '{inner}', please check the stack trace"
+    assert worker_error(message) == worker_error(f"answered 500: {message}") == inner
+    assert worker_error("plain") == "plain"
