@@ -107,8 +107,8 @@ class AgentEnvironment:
     async def _call(self, *arguments: Any) -> Any:
         """The function's result. Raises RuntimeError, with a one-line message, if the function raised.
 
-        A plain function is called in a thread of its own. Threads can't be killed: one that never returns remains until the
-        process ends (threads are daemons, so it can end), but its calls of the model are refused. All calls of an
+        A plain function is called in a thread of its own. Threads can't be killed: a call that never returns remains until
+        the process ends (threads are daemons, so it can end), but its calls of the model are refused. All calls of an
         `async def` function run in one event loop, because the clients that they share belong to it. They can be cancelled.
         """
         async with self._places:

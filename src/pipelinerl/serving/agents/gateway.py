@@ -50,7 +50,7 @@ _REFUSED = "stop_token_ids ignore_eos logprobs return_token_ids return_weight_ve
 def check(request: AnyBody, sampling: SamplingParams, *, ignore: bool = False) -> list[str]:
     """The parameters of a request that differ from this rollout's sampling, which the run file sets, and are ignored.
 
-    Raises RequestError for those that can't be ignored, and for all of them unless `ignore`.
+    Raises RequestError for what can't be ignored, and for all of them unless `ignore`.
     """
     of_run = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     neutral = of_run | OTHER_SAMPLING | {"seed": None}

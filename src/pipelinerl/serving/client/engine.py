@@ -236,7 +236,7 @@ class RemoteEngine:
             raise self._error
 
     def _fail(self, error: BaseException) -> None:
-        """End the engine. The first error is kept."""
+        """End the engine. The first error stays."""
         self._error = self._error or error
         self._arrived.set()
 
@@ -287,7 +287,7 @@ class RemoteEngine:
                         if tokens != events[: len(tokens)]:
                             fault = "its tokens differ from those streamed before"
                         else:
-                            for event in events[len(tokens) :]:  # those that were not streamed
+                            for event in events[len(tokens) :]:  # the tokens that were not streamed
                                 take(event)
                     if fault:
                         why = f"returned an invalid completion for request {request.id!r}: {fault}"

@@ -4,7 +4,7 @@
                                       └ restarted: the newest weights are sent first
     slot ─▶ the queue of requests ─▶ a server for each
 
-The file of the newest weights is kept for servers that come back. With a broadcast, the loss of a server ends the session.
+The file of the newest weights stays for servers that come back. With a broadcast, the loss of a server ends the session.
 """
 
 from __future__ import annotations

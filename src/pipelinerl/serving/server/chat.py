@@ -178,7 +178,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     @property
     def template_options(self) -> Json:
-        """Arguments for the chat template. Raises RequestError for those that are not variables of the template."""
+        """Arguments for the chat template. Raises RequestError for what is no variable of the template."""
         options = self.chat_template_kwargs or {}
         if taken := sorted(options.keys() & _NOT_VARIABLES.split()):
             raise RequestError(f"chat_template_kwargs: {taken[0]} is not a variable of the chat template; leave it out")

@@ -148,19 +148,21 @@ class ServedEngine:
 
     # ---- weights and the end
 
-    async def update(self, update: WeightUpdate, *, anew: bool = False) -> UpdateReceipt:
-        """Apply new weights at the next token boundary. `anew`: cancel all requests first; the version may be lower.
+    async def update(self, update: WeightUpdate, *, begins: bool = False) -> UpdateReceipt:
+        """Apply new weights at the next token boundary.
+
+        `begins`: a session, so cancel all requests first; the version may be lower.
 
         Raises WeightUpdateError if they do not fit (the old ones stay), RefusedError if the engine is not available.
         """
         if self.refusing is not None:
             raise RefusedError("unavailable", self.refusing)
-        if anew:
+        if begins:
             self.cancel_all()
         answer: Future[UpdateReceipt] = Future()
         answer.set_running_or_notify_cancel()  # the caller may give up, but the update goes on
         self._updates.add(answer)
-        self._commands.put(lambda: self._update(update, answer, anew))
+        self._commands.put(lambda: self._update(update, answer, begins))
         try:
             return await asyncio.wrap_future(answer)
         finally:
@@ -240,18 +242,18 @@ class ServedEngine:
         except RequestError as error:
             self._post(self._deliver, (), [(request.id, error)])
 
-    def _update(self, update: WeightUpdate, answer: Future[UpdateReceipt], anew: bool) -> None:
-        if anew:
+    def _update(self, update: WeightUpdate, answer: Future[UpdateReceipt], begins: bool) -> None:
+        if begins:
             ended = self._engine.step().finished  # the cancelled requests
             self._post(self._deliver, (), [(one.request_id, one) for one in ended])
             self._engine.restart()  # any version may follow
         try:
             receipt = self._engine.update_weights(update)
         except WeightUpdateError as error:
-            # The engine reports that it kept the old weights. Verify that.
+            # The engine reports that it has the old weights. Verify that.
             if self._held() != self.holding.checksum:
                 raise
-            if anew:
+            if begins:
                 self._engine.restart(self.holding.version)
             answer.set_exception(error)
             return

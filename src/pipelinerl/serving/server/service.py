@@ -97,7 +97,7 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         version, digest = engine.holding
         self._last = UpdateReceipt(engine=engine.name, version=version, checksum=digest, pause_s=0.0, sequences_in_flight=0)
-        self._anew = False  # no weights of this epoch have been applied yet
+        self._begins = False  # no weights of this epoch have been applied yet
 
     async def join(self, request: ProcessGroupRequest) -> None:
         """Join the trainer's broadcast as a receiver; leaves a group that was joined before.
@@ -114,7 +114,7 @@ class WeightUpdates:
                 await asyncio.to_thread(group.close)
                 raise
             await asyncio.to_thread(self._incoming.join, request, group)
-            self._anew = self._anew or begins
+            self._begins = self._begins or begins
 
     async def close(self) -> None:
         """Leave the process group, if there is one."""
@@ -130,20 +130,20 @@ class WeightUpdates:
         (epoch, invalid weights).
         """
         async with self._lock:
-            anew = self._incoming.begins(request) or self._anew
+            begins = self._incoming.begins(request) or self._begins
             holding = self._engine.holding
-            if (request.version, request.checksum) != holding or (anew and self._engine.open_requests):
+            if (request.version, request.checksum) != holding or (begins and self._engine.open_requests):
                 newest, loaded = holding.version, not self._engine.progress.weight_updates
-                if not anew and (request.version < newest or (request.version == newest and not loaded)):
+                if not begins and (request.version < newest or (request.version == newest and not loaded)):
                     raise RefusedError(
                         "stale_version",
                         f"version {request.version} is not newer than version {newest}, which this server holds; another "
                         "session has an `epoch` of its own",
                     )
                 update = await asyncio.to_thread(self._fetch, request)
-                self._last = await self._engine.update(update, anew=anew)
+                self._last = await self._engine.update(update, begins=begins)
             await asyncio.to_thread(self._incoming.applied, request)
-            self._anew = False
+            self._begins = False
             return self._last
 
     def _fetch(self, request: WeightUpdateRequest) -> WeightUpdate:

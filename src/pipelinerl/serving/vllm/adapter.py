@@ -200,15 +200,15 @@ class VllmServer:
         """
         async with self._updating:
             info = await self._attach()
-            anew = self._session not in (None, self._holds_of)
-            if update.version < info.version and not anew:
+            begins = self._session not in (None, self._holds_of)
+            if update.version < info.version and not begins:
                 raise WeightUpdateError(
                     f"version {update.version} is older than the {info.version} of {self.url}; nothing was changed"
                 )
             in_flight = len(self._in_flight)
             pause_s = 0.0
-            if anew or (info.version, info.checksum) != (update.version, update.checksum):
-                pause_s = await self._replace(info, update, anew)
+            if begins or (info.version, info.checksum) != (update.version, update.checksum):
+                pause_s = await self._replace(info, update, begins)
             return UpdateReceipt(
                 engine=self.url,
                 version=update.version,
@@ -217,12 +217,12 @@ class VllmServer:
                 sequences_in_flight=in_flight,
             )
 
-    async def _replace(self, info: ServerInfo, update: WeightUpdateRequest, anew: bool) -> float:
+    async def _replace(self, info: ServerInfo, update: WeightUpdateRequest, begins: bool) -> float:
         """Replace all weights between two tokens. Returns the seconds from the pause until generation has resumed.
 
-        `anew`: end all requests first. Raises WeightUpdateError if the old weights are in place and generation has resumed.
-        Otherwise the server may hold a mixture of old and new weights, or stay paused: raises ServerUnreachableError, and
-        uses this process no more.
+        `begins`: a session, so end all requests first. Raises WeightUpdateError if the old weights are in place and
+        generation has resumed. Otherwise the server may hold a mixture of old and new weights, or stay paused: raises
+        ServerUnreachableError, and uses this process no more.
         """
         update = msgspec.structs.replace(update, run=self._run, epoch=self._epoch)
         label = Label(update.version, self._run, self._epoch)
@@ -230,13 +230,13 @@ class VllmServer:
         try:
             step = "did not pause"
             try:  # `keep` keeps requests and their KV entries
-                await self._post(f"/pause?mode={'abort' if anew else 'keep'}&clear_cache=false")
+                await self._post(f"/pause?mode={'abort' if begins else 'keep'}&clear_cache=false")
                 step = "did not start an update"
                 await self._post("/start_weight_update")
-                step = "kept its weights"
+                step = "refused the weights"
                 await self._post("/update_weights", {"update_info": update}, timeout_s=UPDATE_TIMEOUT_S)
             except ServerError as error:
-                if step == "kept its weights" and not worker_error(error.problem).startswith(REFUSED):
+                if step == "refused the weights" and not worker_error(error.problem).startswith(REFUSED):
                     raise
                 await self._resume()
                 raise self._refusal(step, error) from error

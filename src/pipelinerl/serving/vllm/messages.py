@@ -1,4 +1,4 @@
-"""Messages of vLLM's HTTP API: those that are decoded here, by the client and by our backend inside vLLM, and translations.
+"""Messages of vLLM's HTTP API: what is decoded here, by the client and by our backend inside vLLM, and translations.
 
 Nothing is filled in: an answer without a log-probability and a weight version for each token is an error.
 """

@@ -9,7 +9,7 @@ vLLM's own backends need CUDA, but others can be registered. vLLM finds `registe
     finish_weight_update     does nothing
 
 A broadcast arrives in buckets while tokens are generated, in a buffer of the size of the weights (on the GPU with nccl).
-When vLLM is told to update, the weights have been received and verified and only need to be loaded.
+At the call of update_weights, the weights have been received and verified and only need to be loaded.
 
 An update that is refused before loading leaves the model unchanged, and its error begins with `REFUSED`. Any other error
 may leave the model half loaded.
@@ -63,7 +63,7 @@ class TransferBackend:
 
     @cached_property
     def _incoming(self) -> IncomingWeights:
-        return IncomingWeights(self.device, [Path("/")])  # whoever has the key may name any file
+        return IncomingWeights(self.device, [Path("/")])  # clients with the key may name any file
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> ProcessGroupRequest:
         return msgspec.convert(init_dict, ProcessGroupRequest)

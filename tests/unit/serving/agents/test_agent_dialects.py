@@ -74,17 +74,17 @@ def solve_by_messages(problem: dict[str, Any], base_url: str, api_key: str) -> f
         messages.append({"role": "user", "content": blocks})
 
 
-@pytest.mark.parametrize("said", ["I add.\n" + CALL, CALL, CALL + "\n" + CALL], ids=["text", "call", "two"])
-def test_every_api_gives_the_same_turns(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["I add.\n" + CALL, CALL, CALL + "\n" + CALL], ids=["text", "call", "two"])
+def test_every_api_gives_the_same_turns(first: str, tmp_path: Path) -> None:
     """Ids, log-probs and versions of a conversation with a tool do not depend on the API."""
-    rollouts = [play(solve, tmp_path, said, "5") for solve in (solve_by_chat, solve_by_responses, solve_by_messages)]
+    rollouts = [play(solve, tmp_path, first, "5") for solve in (solve_by_chat, solve_by_responses, solve_by_messages)]
     for rollout in rollouts:
         assert rollout.reward == 5.0
         assert rollout.turns == rollouts[0].turns
         assert rollout.metrics == rollouts[0].metrics | {"new_segments": 0.0}
     (segment,) = join_turns(rollouts[0].turns).segments
     text = TOKENIZER.decode(segment.token_ids)
-    assert f"assistant\n{said}<|im_end|>\n<|im_start|>tool\n5<|im_end|>" in text
+    assert f"assistant\n{first}<|im_end|>\n<|im_start|>tool\n5<|im_end|>" in text
     assert "Add.<|im_end|>" in text
 
 

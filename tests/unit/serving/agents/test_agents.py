@@ -58,17 +58,17 @@ def agent_of(function: Callable[..., Any], tmp_path: Path, **args: Any) -> Agent
     return made
 
 
-def play(function: Callable[..., Any], tmp_path: Path, *said: str, **args: Any) -> Rollout:
+def play(function: Callable[..., Any], tmp_path: Path, *texts: str, **args: Any) -> Rollout:
     """The rollout of this agent, of a model that says these things."""
-    client = SamplingClient.saying(TOKENIZER, *said)
+    client = SamplingClient.saying(TOKENIZER, *texts)
     return asyncio.run(agent_of(function, tmp_path, **args).rollout(PROBLEM, client))
 
 
-def ask(gateway: Gateway, function: Callable[[str], Any], *said: str) -> Any:
-    """What the function returns, called in a thread with an address at which these things are said."""
+def ask(gateway: Gateway, function: Callable[[str], Any], *texts: str) -> Any:
+    """What the function returns, called in a thread with an address at which these things are texts."""
 
     async def serve() -> Any:
-        with gateway.serving(AgentSession(SamplingClient.saying(TOKENIZER, *said))) as base_url:
+        with gateway.serving(AgentSession(SamplingClient.saying(TOKENIZER, *texts))) as base_url:
             return await asyncio.to_thread(function, base_url)
 
     return asyncio.run(serve())

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from pipelinerl.ports import free_port
 
+from pipelinerl.channel import free_port
 from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError, UserError, WeightUpdateError
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import PipelineServer, RefusalError
@@ -111,8 +111,8 @@ FIRST = msgspec.json.encode(TokenLine(token=EVENTS[0])) + b"\n"
 )
 def test_a_stream_that_breaks_off_or_ends_with_an_error(data: bytes, length: int | None, kind: type[Exception]) -> None:
     async def handler(writer: asyncio.StreamWriter, head: str, _: bytes) -> None:
-        said = "" if length is None else f"content-length: {length}\r\n"
-        writer.write(f"HTTP/1.1 200 OK\r\n{said}connection: close\r\n\r\n".encode() + data)
+        header = "" if length is None else f"content-length: {length}\r\n"
+        writer.write(f"HTTP/1.1 200 OK\r\n{header}connection: close\r\n\r\n".encode() + data)
 
     error, tokens = outcome(handler, stream=True)
     assert isinstance(error, kind)

@@ -67,8 +67,10 @@ async def test_a_stream_is_the_whole_answer_in_parts(tmp_path: Path, path: str, 
     assert choice["prompt_token_ids"] == TOKENIZER.encode("u:hello\na:" if chat else "hello")
     assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 12}]
     assert choice["prompt_versions"] == [{"version": 0, "start": 0, "end": counts["prompt_tokens"]}]
-    said = [token["logprob"] for token in choice["logprobs"]["content"]] if chat else choice["logprobs"]["token_logprobs"]
-    assert (own["token_ids"], own["logprobs"]) == (choice["token_ids"], pytest.approx(said, abs=1e-5))
+    logprobs = (
+        [token["logprob"] for token in choice["logprobs"]["content"]] if chat else choice["logprobs"]["token_logprobs"]
+    )
+    assert (own["token_ids"], own["logprobs"]) == (choice["token_ids"], pytest.approx(logprobs, abs=1e-5))
 
 
 async def test_a_stop_string_cuts_the_text_and_the_tokens_behind_it(tmp_path: Path) -> None:
@@ -203,8 +205,8 @@ async def test_what_the_models_tokenizer_can_not_do_is_said(tmp_path: Path) -> N
 
 
 async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
-    said = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    ids = [*TOKENIZER.encode(said), EOS]
+    written = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    ids = [*TOKENIZER.encode(written), EOS]
     shows_tools = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + TEMPLATE
     changes: Any = {"tokenizer": byte_tokenizer(shows_tools), "max_length": 768}
     async with running(tmp_path, **changes) as (service, plain):
@@ -231,7 +233,7 @@ async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
         assert [(event.name, json.loads(event.arguments)) for event in done] == [("add", {"a": 1})]
         assert (streamed.finish_reason, streamed.message.content) == ("tool_calls", "Well.")
         unoffered = (await client.chat.completions.create(**wants | {"tool_choice": "none"})).choices[0]
-        assert (unoffered.message.content, unoffered.message.tool_calls) == (said, None)
+        assert (unoffered.message.content, unoffered.message.tool_calls) == (written, None)
         history = [*CHAT["messages"], choice.message.model_dump(), {"role": "tool", "tool_call_id": "x", "content": "2"}]
         body = {"messages": history, "extra_body": {"return_token_ids": True}}
         answer: Any = (await client.chat.completions.create(**wants | body)).choices[0]

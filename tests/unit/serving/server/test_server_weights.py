@@ -35,9 +35,9 @@ def weights_of(seed: int) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in named_weights(byte_model(seed)).items()}
 
 
-def saved(path: Path, tensors: dict[str, Tensor], said: str | None = None, version: int = 1) -> WeightUpdateRequest:
+def saved(path: Path, tensors: dict[str, Tensor], announced: str | None = None, version: int = 1) -> WeightUpdateRequest:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    return WeightUpdateRequest(version=version, checksum=said or checksum(tensors), path=str(path))
+    return WeightUpdateRequest(version=version, checksum=announced or checksum(tensors), path=str(path))
 
 
 def fetched(request: WeightUpdateRequest, *directories: Path) -> WeightUpdate:

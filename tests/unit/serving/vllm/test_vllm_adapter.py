@@ -25,7 +25,7 @@ STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_up
 
 
 class FakeVllm:
-    """In the place of `HttpClient`, and of the server behind it: generates 7s, with as much as it is told to keep back."""
+    """In the place of `HttpClient`, and of the server behind it: generates 7s, as a test says."""
 
     url = "http://vllm"
 
@@ -55,7 +55,7 @@ class FakeVllm:
             "scheduler_config": {"max_num_seqs": 4},
             "weight_transfer_config": {"backend": self.backend},
         }
-        said = {
+        answers = {
             "/server_info": {"vllm_config": config},
             "/weight_info": {"weight_version": self.label},
             "/is_paused": {"is_paused": self.paused},
@@ -72,7 +72,7 @@ class FakeVllm:
             self.label = body["new_version"]
         if path == "/finish_weight_update":
             self.label = body["weight_version"]
-        return msgspec.convert(said[path], answer) if method == "GET" else None
+        return msgspec.convert(answers[path], answer) if method == "GET" else None
 
     async def lines(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
         self._note(path)
