@@ -15,7 +15,7 @@ import torch
 
 import pipelinerl
 from pipelinerl.engine import LocalEngine, local
-from pipelinerl.engine.sampler import device_uniforms
+from pipelinerl.engine.sampler import uniforms
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
@@ -118,7 +118,7 @@ def test_graphs_give_what_plain_calls_give() -> None:
     wanted = requests(10, temperature=1.0)
     engines = [StaticEngine(make_model("qwen3").bfloat16().cuda(), slots=16, max_length=128) for _ in range(2)]
     assert all("compiled pieces" in engine.progress().runner for engine in engines)
-    engines[1]._launch = engines[1]._rows.step  # type: ignore[assignment]
+    engines[1]._rows.launch = engines[1]._rows.step  # type: ignore[method-assign]
     replayed, called = (engine.generate(wanted) for engine in engines)
     assert [completion.token_ids for completion in replayed] == [completion.token_ids for completion in called]
     reference = make_model("qwen3").bfloat16()
@@ -143,7 +143,7 @@ def test_graphs_compute_with_updated_weights() -> None:
 
 def test_sampling_and_digests_on_the_device_are_those_on_the_cpu() -> None:
     keys, positions = torch.randint(-(2**62), 2**62, (1000,)), torch.randint(40_000, (1000,))
-    assert torch.equal(device_uniforms(keys.cuda(), positions.cuda()).cpu(), device_uniforms(keys, positions))
+    assert torch.equal(uniforms(keys.cuda(), positions.cuda()).cpu(), uniforms(keys, positions))
     tensors = named_weights(make_model("qwen3").bfloat16())
     assert digests_of({name: tensor.cuda() for name, tensor in tensors.items()}) == digests_of(tensors)
 

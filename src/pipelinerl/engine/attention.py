@@ -26,7 +26,7 @@ from pipelinerl.models.attention import attend, refuse_unknown_features
 # ---- the KV cache
 
 
-Rows = Sequence[int] | npt.NDArray[np.int64]
+Rows = Sequence[int] | npt.NDArray[np.int64] | Tensor
 
 
 class LayerShape(NamedTuple):
@@ -45,7 +45,26 @@ class Move(NamedTuple):
     length: int
 
 
-class KVCache:
+class Slots:
+    """What H sequences need of their past tokens, in tensors with a row per sequence."""
+
+    def parts(self, length: int) -> list[Tensor]:
+        """Views [..., H, ...] of all tensors, with the rows in the second dimension: of the first `length` positions."""
+        raise NotImplementedError
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy rows, as if all at once: a row may be both source and target, so permutations work."""
+        work = [
+            (part, move.targets, part[:, move.sources])
+            for move in moves
+            if move.length and len(move.sources)
+            for part in self.parts(move.length)
+        ]
+        for part, targets, content in work:
+            part[:, targets] = content
+
+
+class KVCache(Slots):
     """Keys [layers, H, heads, max_length, key_dim] and values likewise, for H slots (rows) of `max_length` tokens.
 
     One tensor pair for all layers of the same shape; `shapes` are by layer. Everything is allocated at the start, so that an
@@ -80,16 +99,8 @@ class KVCache:
         """Keys and values of one layer, to read and write."""
         return self._layers[index]
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Copy rows, as if all at once: a row may be both source and target, so permutations work."""
-        contents = [
-            (block, move, block[:, move.sources, :, : move.length])
-            for move in moves
-            for block in self._blocks
-            if move.length and len(move.sources)
-        ]
-        for block, move, content in contents:
-            block[:, move.targets, :, : move.length] = content
+    def parts(self, length: int) -> list[Tensor]:
+        return [block[:, :, :, :length] for block in self._blocks]
 
 
 # ---- attention
@@ -202,15 +213,18 @@ class StepBatch:
             return None
         mask = self._masks.get((index, window))
         if mask is None:
-            last_r1 = self.positions_R[bucket.start : bucket.end, None]
-            columns_L = torch.arange(bucket.length, device=last_r1.device)
-            hidden = columns_L > last_r1
-            if window is not None:
-                hidden |= columns_L <= last_r1 - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            mask = mask[:, None, None, :]
+            mask = causal_mask(self.positions_R[bucket.start : bucket.end], bucket.length, window, dtype)[:, None, None]
             self._masks[(index, window)] = mask
         return mask
+
+
+def causal_mask(positions_n: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The additive mask [n, L]: which of `length` positions the tokens at `positions_n` see."""
+    columns_L, last_n1 = torch.arange(length, device=positions_n.device), positions_n[:, None]
+    hidden_nL = columns_L > last_n1
+    if window is not None:
+        hidden_nL |= columns_L <= last_n1 - window
+    return torch.zeros(hidden_nL.shape, dtype=dtype, device=hidden_nL.device).masked_fill_(hidden_nL, float("-inf"))
 
 
 class LayerCall(NamedTuple):
@@ -333,12 +347,7 @@ def _prefill(kv: KVCache, chunk: ChunkBatch, call: LayerCall, projected: tuple[T
     mask = None
     needs_mask = offset or call.softcap is not None or call.sinks is not None
     if needs_mask or (call.window is not None and end > call.window):
-        positions_c1 = torch.arange(offset, end, device=query.device)[:, None]
-        columns = torch.arange(end, device=query.device)
-        hidden = columns > positions_c1
-        if call.window is not None:
-            hidden |= columns <= positions_c1 - call.window
-        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+        mask = causal_mask(torch.arange(offset, end, device=query.device), end, call.window, query.dtype)
     sinks = None if call.sinks is None else call.sinks[:, None]
     attended = attend(query, new_keys, new_values, mask, scale=call.scale, softcap=call.softcap, sinks=sinks)
     return attended.transpose(1, 2).flatten(0, 1)

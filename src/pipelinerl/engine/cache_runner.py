@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from pipelinerl.engine.attention import ChunkBatch, Move, PackedTokens, batch_chunks
-from pipelinerl.engine.rounding import in_float32
+from pipelinerl.engine.attention import ChunkBatch, PackedTokens, Slots, batch_chunks
 from pipelinerl.engine.runner import Runner
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, returned_cache, unsupported
+from pipelinerl.models.layers import in_float32
 from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
 from pipelinerl.models.state import is_narrow
 
@@ -155,7 +155,7 @@ def _states(layer: Any) -> Iterator[tuple[StatePath, Tensor]]:
         yield from ((path, state) for path, state in found if isinstance(state, Tensor) and state.ndim > 1)
 
 
-class SlotCache:
+class SlotCache(Slots):
     """The slots of all layers, for `rows` sequences of at most `max_length` tokens."""
 
     def __init__(self, new: Any, used: Any, rows: int, max_length: int) -> None:
@@ -168,19 +168,10 @@ class SlotCache:
     def kv_bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in (*layer.by_position, *layer.states.values()))
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Copy rows, as if all at once. States are copied as a whole: they are those after the last position."""
-        work: list[tuple[Tensor, Any, Tensor]] = []
-        for move in moves:
-            if not (move.length and len(move.sources)):
-                continue
-            for layer in self.layers:
-                for slots in layer.by_position:
-                    part = slots[:, :, : move.length]
-                    work.append((part, move.targets, part[move.sources]))
-                work += [(slots, move.targets, slots[move.sources]) for slots in layer.states.values()]
-        for slots, targets, content in work:
-            slots[targets] = content
+    def parts(self, length: int) -> list[Tensor]:
+        """States as a whole: they are those after the last position."""
+        by_position = [slots[None, :, :, :length] for layer in self.layers for slots in layer.by_position]
+        return by_position + [slots[None] for layer in self.layers for slots in layer.states.values()]
 
 
 # ---- masks and attention of a forward over slots
@@ -303,29 +294,15 @@ class CacheRunner(Runner):
     def _probe(self, name: str) -> tuple[Any, Any]:
         """An unused cache of the model, and a cache with tokens. Sets the name of the cache's argument."""
         choose_attention(self.model, "eager")
-        found = []
-        for tokens in (_PROBE_TOKENS, _PROBE_TOKENS + 1):
-            out = self.model(
-                input_ids=torch.zeros(_PROBE_ROWS, tokens, dtype=torch.long, device=self.device), use_cache=True
-            )
-            if (named := returned_cache(out)) is None:
-                raise UnsupportedModelError(f"{name} returns no cache, so the embedded engine can't run it")
-            self._cache_argument, cache = named
-            found.append(cache)
-        used, longer = found
+        ids = torch.zeros(_PROBE_ROWS, _PROBE_TOKENS, dtype=torch.long, device=self.device)
+        if (named := returned_cache(self.model(input_ids=ids, use_cache=True))) is None:
+            raise UnsupportedModelError(f"{name} returns no cache, so the embedded engine can't run it")
+        self._cache_argument, used = named
         if type(used) is not DynamicCache:
             raise UnsupportedModelError(f"{name} has a cache of its own ({type(used).__name__})")
-        new = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        if [type(layer) for layer in new.layers] != [type(layer) for layer in used.layers]:
-            raise UnsupportedModelError(f"{name} fills a cache with other layers than its configuration says")
-        other = sorted({type(layer).__name__ for layer in used.layers} - _STATEFUL)
-        if other:
+        if other := sorted({type(layer).__name__ for layer in used.layers} - _STATEFUL):
             raise UnsupportedModelError(f"{name} has states that slots can't hold ({', '.join(other)})")
-        for layer, again in zip(used.layers, longer.layers, strict=True):
-            for (path, state), (_, other_state) in zip(_states(layer), _states(again), strict=True):
-                if state.shape != other_state.shape or state.shape[0] != _PROBE_ROWS:
-                    raise UnsupportedModelError(f"{name} has a state ({path[0]}) whose size is not fixed")
-        return new, used
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True)), used
 
     def _check(self) -> None:
         """Compare with the model's own forward. Sets whether sequences are continued by several tokens at once."""

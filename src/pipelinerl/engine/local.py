@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from pipelinerl.engine.attention import Chunk, Move, PackedTokens
-from pipelinerl.engine.rows import Ints, Prefill, RowTable, Sequence, VersionMarks, recompute
+from pipelinerl.engine.rows import Prefill, RowTable, Sequence, VersionMarks, recompute
 from pipelinerl.engine.runner import ModelRunner, Runner, refuse_longer
-from pipelinerl.engine.sampler import SamplingRows, StepsAhead, request_key, sample, uniforms
+from pipelinerl.engine.sampler import Ints, SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import (
     LogitsError,
     PromptTooLongError,
@@ -78,6 +78,8 @@ class LocalEngine:
     flatten          run the model as an exported graph (`flat.py`), which is faster
     """
 
+    copies = 1
+    _table_class: type[RowTable] = RowTable
     _left_to_decode = 0
     """Tokens at the end of a prompt that a decode step computes, not the prefill."""
 
@@ -100,8 +102,8 @@ class LocalEngine:
         self._weights = named_weights(self._runner.model)
         self._prefill_tokens = prefill_tokens
         self._recompute_kv = kv_on_update == "recompute"
-        self._version = version
-        self._table = self._make_table()
+        self.version = version
+        self._table = self._table_class(slots, max_length)
         self._waiting: deque[Sequence] = deque()
         self._prefills: list[Prefill] = []
         self._requests: dict[str, Sequence] = {}
@@ -121,13 +123,6 @@ class LocalEngine:
     def _make_runner(self, model: nn.Module, *, flatten: bool) -> Runner:
         return make_runner(model, self.slots, self.max_length, flatten=flatten)
 
-    def _make_table(self) -> RowTable:
-        return RowTable(self.slots, self.max_length)
-
-    @property
-    def version(self) -> int:
-        return self._version
-
     @property
     def in_progress(self) -> int:
         return self._table.used
@@ -136,14 +131,10 @@ class LocalEngine:
     def queued(self) -> int:
         return len(self._waiting)
 
-    @property
-    def copies(self) -> int:
-        return 1
-
     def progress(self) -> EngineProgress:
         """Counts since the engine was created."""
         return EngineProgress(
-            version=self._version,
+            version=self.version,
             slots=self.slots,
             in_progress=self.in_progress,
             queued=self.queued,
@@ -160,7 +151,7 @@ class LocalEngine:
         """Begin again as if it had just been made with the weights that it holds, as `version`: without requests."""
         self._cancelled.update(self._requests)
         self.step()
-        self._version = version
+        self.version = version
         self._tokens_generated = self._decode_steps = self._updates = 0
         self._busy_s = 0.0
         self._pauses_s.clear()
@@ -187,10 +178,8 @@ class LocalEngine:
             )
         if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
             raise RequestError(f"request {request.id!r} has sampling parameters out of range: {sampling}")
-        key = request_key(request.id, sampling.seed)
-        sequence = Sequence(request=request, key=key)
-        self._requests[request.id] = sequence
-        self._waiting.append(sequence)
+        self._requests[request.id] = Sequence(request, request_key(request.id, sampling.seed))
+        self._waiting.append(self._requests[request.id])
         if request.stream:
             self._streamed[request.id] = 0
 
@@ -201,14 +190,13 @@ class LocalEngine:
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[Completion]:
         """Run `requests` to completion and return the completions in the same order (for use without an actor)."""
-        order = []
-        for request in requests:
+        wanted = list(requests)
+        for request in wanted:
             self.submit(request)
-            order.append(request.id)
         done: dict[str, Completion] = {}
-        while len(done) < len(order):
+        while len(done) < len(wanted):
             done |= {completion.request_id: completion for completion in self.step().finished}
-        return [done[request_id] for request_id in order]
+        return [done[request.id] for request in wanted]
 
     # ---- one step
 
@@ -250,7 +238,7 @@ class LocalEngine:
 
     def _logits_error(self) -> LogitsError:
         return LogitsError(
-            f"engine {self.name!r} computes logits that are not finite with the weights of version {self._version}: they "
+            f"engine {self.name!r} computes logits that are not finite with the weights of version {self.version}: they "
             "are broken; if training made them so, lower trainer.learning_rate"
         )
 
@@ -262,21 +250,14 @@ class LocalEngine:
             ended.append(self._end(sequence, "cancelled"))
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
-            else:
-                self._remove_from_prefill(sequence)
+            for prefill in [prefill for prefill in self._prefills if sequence in prefill.members]:
+                if prefill.members[0] is sequence and len(prefill.members) > 1:  # the others continue in the next one's row
+                    self._runner.kv.move([Move([sequence.row], [prefill.members[1].row], prefill.done)])
+                prefill.members.remove(sequence)
+                if not prefill.members:
+                    self._prefills.remove(prefill)
         self._cancelled.clear()
         return ended
-
-    def _remove_from_prefill(self, sequence: Sequence) -> None:
-        """Remove the sequence from its prefill, if it is in one; the other members continue."""
-        prefill = next((prefill for prefill in self._prefills if sequence in prefill.members), None)
-        if prefill is None:
-            return
-        if prefill.members[0] is sequence and len(prefill.members) > 1:
-            self._runner.kv.move([Move([sequence.row], [prefill.members[1].row], prefill.done)])
-        prefill.members.remove(sequence)
-        if not prefill.members:
-            self._prefills.remove(prefill)
 
     def _admit(self) -> list[Sequence]:
         """Take as many waiting requests as there are free rows. Requests with the same prompt share one prefill."""
@@ -327,7 +308,7 @@ class LocalEngine:
             begin += count
             if end == len(prefill.prompt_ids):
                 keep.append(begin - 1)
-            prefill.versions.mark(self._version, start)
+            prefill.versions.mark(self.version, start)
             prefill.done = end
         ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
         return PackedTokens(ids_T, positions_T, keep, rows, table.buckets(), tuple(packed))
@@ -357,7 +338,7 @@ class LocalEngine:
             logits_PV = logits_PV[source_n]
         table.flush()
         rows_n = np.array(row_n)
-        uniforms_n = torch.from_numpy(uniforms(table.keys[rows_n], table.counts[rows_n]))
+        uniforms_n = uniforms(torch.from_numpy(table.keys[rows_n]), torch.from_numpy(table.counts[rows_n]))
         ids_n, logprobs_n = (x.numpy(force=True) for x in self._draw(logits_PV, rows_n, uniforms_n))
         table.record(rows_n, ids_n, logprobs_n)
         self._steps_ahead = None
@@ -398,7 +379,7 @@ class LocalEngine:
         prompt_versions = prefill.versions.spans(len(leader.request.prompt_ids))
         for sequence in prefill.members:
             sequence.prompt_versions = prompt_versions
-            sequence.versions.mark(self._version, 0)
+            sequence.versions.mark(self.version, 0)
             self._table.start_decoding(sequence)
         self._prefills.remove(prefill)
         self._rows_changed = True
@@ -446,9 +427,9 @@ class LocalEngine:
         checksum differs. Raises LogitsError if the previous weights produced logits that are not finite.
         """
         started_s = time.perf_counter()
-        if update.version < self._version:
+        if update.version < self.version:
             raise WeightUpdateError(
-                f"version {update.version} is older than the engine's {self._version}; nothing was changed"
+                f"version {update.version} is older than the engine's {self.version}; nothing was changed"
             )
         try:
             self._table.flush()
@@ -468,14 +449,14 @@ class LocalEngine:
                 f"after the update to version {update.version} engine {self.name!r} holds weights of checksum {held}, not "
                 f"{sent}: it can't go on"
             )
-        self._version = update.version
+        self.version = update.version
         for sequence in self._requests.values():
             if sequence.row >= 0 and (count := int(self._table.counts[sequence.row])):
                 sequence.versions.mark(update.version, count)
         if self._recompute_kv:
             for prefill in self._prefills:
                 prefill.versions = VersionMarks()
-                prefill.versions.mark(self._version, 0)
+                prefill.versions.mark(self.version, 0)
             recompute(self._runner, self._table, self._requests.values(), self._prefills, self._prefill_tokens)
         pause_s = time.perf_counter() - started_s
         self._updates += 1

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.engine.attention import Chunk, LengthBucket, Move, PackedTokens
+from pipelinerl.engine.sampler import Ints
 from pipelinerl.types import GenerationRequest, VersionSpan
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ class Prefill:
         return self.members[0].row
 
 
-Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
 
 # Bucket lengths double from the first to the longest one. Attention lengths are rounded up to a multiple of `_ROUND`, so
@@ -133,11 +133,10 @@ class RowTable:
         while limits[-1] < max_length:
             limits.append(2 * limits[-1])
         self._limits: Ints = np.array([*limits[:-1], max_length])
-        self._integers: Ints = np.zeros((5, rows), dtype=np.int64)
-        self.positions, self.last, self.counts, self.budgets, self.top_k = self._integers
+        self._integers: Ints = np.zeros((6, rows), dtype=np.int64)
+        self.positions, self.last, self.counts, self.budgets, self.top_k, self.keys = self._integers
         self._reals: Reals = np.zeros((2, rows), dtype=np.float32)
         self.temperature, self.top_p = self._reals
-        self.keys: npt.NDArray[np.uint64] = np.zeros(rows, dtype=np.uint64)
         self.stops: Ints = np.full((rows, 1), -1, dtype=np.int64)
         self.tokens: Ints = np.zeros((rows, max_length), dtype=np.int64)
         self.logprobs: Reals = np.zeros((rows, max_length), dtype=np.float32)
@@ -300,7 +299,6 @@ class RowTable:
         ]
         self._integers[:, targets] = self._integers[:, sources]
         self._reals[:, targets] = self._reals[:, sources]
-        self.keys[targets] = self.keys[sources]
         self.stops[targets] = self.stops[sources]
         self._kinds[targets] = self._kinds[sources]
         longest = int(self.counts[targets].max())
@@ -313,9 +311,8 @@ class RowTable:
 
     def _admit(self, sequence: Sequence, row: int) -> None:
         sampling, prompt = sequence.request.sampling, sequence.request.prompt_ids
-        self._integers[:, row] = (len(prompt), 0, 0, sampling.max_tokens, sampling.top_k)
+        self._integers[:, row] = (len(prompt), 0, 0, sampling.max_tokens, sampling.top_k, sequence.key)
         self._reals[:, row] = (sampling.temperature, sampling.top_p)
-        self.keys[row] = sequence.key
         stops = sampling.stop_token_ids
         if len(stops) > self.stops.shape[1]:
             wider = np.full((len(self.stops), len(stops)), -1, dtype=np.int64)

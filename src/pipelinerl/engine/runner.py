@@ -27,15 +27,21 @@ from pipelinerl.engine.flat import FlatForward
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import (
     deviations,
+    refuse_changed_positions,
     refuse_states,
     replace_attention,
     returned_cache,
-    rope_limit,
     unsupported,
 )
 from pipelinerl.models.loading import learned_positions
 from pipelinerl.models.state import is_narrow
 
+NARROW_TOLERANCE = 0.25
+"""In types narrower than float32: the median over tokens, of the log-probability of the likeliest one.
+
+How much they round depends on the model: with logits of 30, neighbouring numbers in bfloat16 are 0.125 apart. A mistake
+can't hide behind that, because narrow weights must also be exact in float32 (`in_float32`).
+"""
 _CHECK_TOKENS = 24
 _DECODED = 12
 """Tokens of each row that the check decodes one by one."""
@@ -48,12 +54,7 @@ def refuse_longer(model: Any, max_length: int) -> None:
     most = learned_positions(model)
     if most is not None and max_length > most:
         raise UnsupportedModelError(f"{type(model).__name__} has {most} positions; set engine.max_length to {most}")
-    limit = rope_limit(model)
-    if limit is not None and max_length > limit:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} changes its position encoding beyond {limit} tokens, which sequences that share a "
-            f"batch can't follow; set engine.max_length to {limit}"
-        )
+    refuse_changed_positions(model, max_length)
 
 
 class Runner:
@@ -62,9 +63,9 @@ class Runner:
     kv: Any
     description: str
     error: float
-    flat: bool = False
+    """On the probe: the largest one in float32, in narrower types the median error of the likeliest tokens."""
     tolerance = 1e-4
-    """Log-probabilities may be off by this much on the probe, or by `rounding.rounding_limit`."""
+    """Log-probabilities in float32 may be off by this much on the probe, or by `rounding_limit`."""
 
     def __init__(self, model: Any, max_length: int) -> None:
         self.model = model.eval()
@@ -88,14 +89,25 @@ class Runner:
         return torch.randint(self.vocabulary, (length,), generator=torch.Generator().manual_seed(0)).to(self.device)
 
     def _compare(self, ids_T: Tensor, reference_TV: Tensor) -> None:
-        """Raise UnsupportedModelError if logits computed over slots differ from the model's own."""
+        """Raise UnsupportedModelError if logits computed over slots differ from the model's own, or are NaN."""
         self._make_kv(2, len(ids_T))
         logits_NV, order_N = self._slot_logits(ids_T)
-        self.error = float(deviations(logits_NV, reference_TV[order_N]).max())
-        if not self.error <= self.tolerance:
-            from pipelinerl.engine.rounding import require_same  # noqa: PLC0415 - few models round so much
+        own_NV = reference_TV[order_N]
+        if is_narrow(self.dtype):
+            likeliest_N1 = own_NV.argmax(-1, keepdim=True)
+            found_N1, own_N1 = (of.float().log_softmax(-1).gather(1, likeliest_N1) for of in (logits_NV, own_NV))
+            self.error, limit = float((found_N1 - own_N1).abs().median()), NARROW_TOLERANCE
+        else:
+            self.error, limit = float(deviations(logits_NV, own_NV).max()), self.tolerance
+            if self.error > limit:
+                from pipelinerl.models.layers import rounding_limit  # noqa: PLC0415 - few models round so much
 
-            self.error = require_same(logits_NV, reference_TV[order_N], self.model, ids_T, self.dtype, least=self.tolerance)
+                limit = rounding_limit(self.model, ids_T, least=limit)
+        if not self.error <= limit:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} can't be run by the embedded engine: on a probe its log-probabilities are off "
+                f"by {self.error:.2g} (limit {limit:.2g})"
+            )
 
     def _slot_logits(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [N, V] of two sequences, and the position [N] in `ids_T` of each.
@@ -129,7 +141,7 @@ class ModelRunner(Runner):
     the model's own.
 
     With `flatten`, the forward runs as an exported graph (see `flat.py`). A model with data-dependent operations can't be
-    exported and runs as it is, with the same results. `flat` is true if the graph is used.
+    exported and runs as it is, with the same results.
     """
 
     _kv_class = KVCache
@@ -146,7 +158,7 @@ class ModelRunner(Runner):
         with unsupported(f"{type(model).__name__} fails on the probe that the embedded engine checks models with"):
             self._check(flatten)
         self._make_kv(rows, max_length)
-        self.description = "over packed batches" + (f", as an exported graph{self._how}" if self.flat else "")
+        self.description = "over packed batches" + (f", as an exported graph{self._how}" if self._flat is not None else "")
 
     @property
     def checked(self) -> bool:
@@ -201,7 +213,7 @@ class ModelRunner(Runner):
         reference_TV = self._own_logits(ids_T)
         self._shapes = self._received_shapes(ids_T)
         if is_narrow(self.dtype):
-            from pipelinerl.engine.rounding import in_float32  # noqa: PLC0415 - as below
+            from pipelinerl.models.layers import in_float32  # noqa: PLC0415 - only for them
 
             dtype, self.dtype = self.dtype, torch.float32
             with in_float32(self.model):
@@ -212,12 +224,11 @@ class ModelRunner(Runner):
         if flatten:
             try:
                 self._flat = FlatForward(self.model, *self._passes)
-                self.flat = True
             except Exception as error:  # noqa: BLE001 - torch.export raises whatever the model's code does to it
                 name, reason = type(self.model).__name__, str(error).partition("\n")[0]
                 _log.warning("%s can't be exported as a graph, which costs some speed: %s", name, reason)
-        if self._flat is not None:
-            self._check_flat(ids_T, reference_TV)
+            else:
+                self._check_flat(ids_T, reference_TV)
 
     def _check_flat(self, ids_T: Tensor, reference_TV: Tensor) -> None:
         """Compare the exported graph's logits with the model's own [T, V]."""

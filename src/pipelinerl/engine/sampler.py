@@ -14,7 +14,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipelinerl.models.state import splitmix64
+from pipelinerl.models.state import GOLDEN, MIX_1, splitmix64
+
+Ints = npt.NDArray[np.int64]
 
 _BLOCK = 256
 # Block search is used from these sizes on: elements in all rows, and vocabulary. Smaller inputs would be slower with it
@@ -101,39 +103,26 @@ def invert(weights_nV: Tensor, uniforms_nm: Tensor) -> tuple[Tensor, Tensor]:
     return ids_nm.clamp_(max=vocabulary - 1), total_n1
 
 
-# ---- random numbers: a function of (request, position), independent of the other requests in the batch
+# ---- Random numbers: a function of (request, position), independent of the other requests in the batch
 
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_OF_INT64 = (int(_GOLDEN) - 2**64, int(_MIX_1) - 2**64)
-"""The same as int64: products and sums of int64 wrap, so their bits are the same as with uint64."""
-_MOST_AHEAD = 1024
+_MOST_AHEAD = 4096
 
 
 def request_key(request_id: str, seed: int | None) -> int:
-    """The 64-bit key of a request, derived from its seed, or from its id if it has no seed."""
+    """The key of a request, derived from its seed, or from its id if it has no seed: 64 bits, as a signed number."""
     name = f"id:{request_id}" if seed is None else f"seed:{seed}"
-    return xxhash.xxh3_64_intdigest(name.encode())
+    key = xxhash.xxh3_64_intdigest(name.encode())
+    return key - 2**64 if key >= 2**63 else key
 
 
-def uniforms(keys_n: npt.NDArray[np.uint64], positions_n: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, from a counter-based generator. The two shapes are broadcast.
+def uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1) with 53 random bits, from a counter-based generator. The two shapes (int64) are broadcast.
 
     Applies SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) twice to key and position, so that the streams
     of related keys are unrelated.
     """
-    mixed = _finalize(keys_n + _GOLDEN * (positions_n.astype(np.uint64) + np.uint64(1)))  # modulo 2^64
-    mixed = _finalize(mixed ^ (keys_n * _MIX_1))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def device_uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
-    """`uniforms` of int64 tensors; `keys_n` holds the bits of the 64-bit keys."""
-    golden, mix_1 = _OF_INT64
-    mixed_n = splitmix64(keys_n + golden * (positions_n + 1))
-    mixed_n = splitmix64(mixed_n ^ (keys_n * mix_1))
+    mixed_n = splitmix64(keys_n + GOLDEN * (positions_n + 1))
+    mixed_n = splitmix64(mixed_n ^ (keys_n * MIX_1))
     return ((mixed_n >> 11) & (2**53 - 1)).double().mul_(2.0**-53)
 
 
@@ -143,37 +132,24 @@ class StepsAhead:
     Valid while the same rows decode, one token per step. The longer that lasts, the more steps are computed at once.
     """
 
-    def __init__(
-        self, keys_R: npt.NDArray[np.uint64], counts_R: npt.NDArray[np.int64], positions_R: npt.NDArray[np.int64]
-    ) -> None:
+    def __init__(self, keys_R: Ints, counts_R: Ints, positions_R: Ints) -> None:
         """`counts_R`: tokens sampled so far; `positions_R`: where the next one goes in the cache."""
         self._steps = 8
         self._most_steps = max(8, _MOST_AHEAD // max(1, len(keys_R)))
-        self._keys_R = keys_R.copy()
-        self._counts_R = counts_R.copy()
-        self._positions_R = positions_R.copy()
-        self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._keys_R, self._counts_R, self._positions_R = (torch.tensor(of) for of in (keys_R, counts_R, positions_R))
+        self._prepared: list[tuple[Tensor, Tensor]] = []
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def next(self) -> tuple[Tensor, Tensor]:
         """Positions and uniform numbers of the rows' next tokens."""
         if not self._prepared:
-            self._prepare()
+            steps_S1 = torch.arange(self._steps - 1, -1, -1)[:, None]  # the next step is last, where `pop` takes it
+            drawn_SR = uniforms(self._keys_R, self._counts_R + steps_S1)
+            positions_SR = self._positions_R + steps_S1
+            self._prepared = list(zip(positions_SR.unbind(), drawn_SR.unbind(), strict=True))
+            self._counts_R += self._steps
+            self._positions_R += self._steps
+            self._steps = min(2 * self._steps, self._most_steps)
         return self._prepared.pop()
-
-    def _prepare(self) -> None:
-        steps_S1 = np.arange(self._steps)[::-1, None]  # the next step is last, because `next` pops from the end
-        drawn_SR = torch.from_numpy(uniforms(self._keys_R, self._counts_R + steps_S1))
-        positions_SR = torch.from_numpy(self._positions_R + steps_S1)
-        self._prepared = list(zip(positions_SR.unbind(), drawn_SR.unbind(), strict=True))
-        self._counts_R += self._steps
-        self._positions_R += self._steps
-        self._steps = min(2 * self._steps, self._most_steps)
-
-
-def _finalize(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
 
 
 # ---- The distribution that tokens are drawn from with a temperature, top-k and top-p
@@ -223,7 +199,7 @@ def advance(logits_RV: Tensor, stops_RS: Tensor, reals_2R: Tensor | None, *state
     """
     positions, ids, counts, budgets, top_k, keys, active = state
     rows = None if reals_2R is None else SamplingRows(reals_2R[0], reals_2R[1], top_k)
-    new, logprobs = sample(logits_RV, rows, device_uniforms(keys, counts), waits=False)
+    new, logprobs = sample(logits_RV, rows, uniforms(keys, counts), waits=False)
     decodes, counts = active.bool(), counts + active
     ended = (new[:, None] == stops_RS).any(1) | (counts >= budgets)
     ids = torch.where(decodes, new, ids)

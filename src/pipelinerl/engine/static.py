@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from pipelinerl.engine.attention import Move
 from pipelinerl.engine.fused import compiled
 from pipelinerl.engine.local import NOTHING, LocalEngine
-from pipelinerl.engine.rows import DECODING, FREE, Ints, Prefill, Reals, RowTable, Sequence
+from pipelinerl.engine.rows import DECODING, FREE, Prefill, Reals, RowTable, Sequence
 from pipelinerl.engine.runner import refuse_longer
-from pipelinerl.engine.sampler import advance
+from pipelinerl.engine.sampler import Ints, advance
 from pipelinerl.engine.varlen import COMPILERS, VarlenBatch, VarlenRunner, row_buckets
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.interfaces import StepOutput
@@ -66,6 +66,9 @@ class DeviceRows:
         self._begins = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._cu_k = self._bases.int()
         self._advance: Callable[..., tuple[Tensor, Tensor]] = advance
+        self._graphs: dict[tuple[int, bool], Any] = {}
+        self._pool: Any = None
+        self._stream: Any = None
 
     def compile(self, rows: int) -> None:
         """Compile what follows the model in plain steps, best for `rows`. Raises what compilers do, or if results differ."""
@@ -100,6 +103,37 @@ class DeviceRows:
         self.integers[:, :rows].copy_(next_7R)
         self.results[:rows].copy_(results_R2)
 
+    def launch(self, rows: int, plain: bool) -> None:
+        """`step`, on a GPU by replaying a CUDA graph that is recorded at the first call with the same arguments."""
+        device = self.integers.device
+        if device.type != "cuda":
+            self.step(rows, plain)
+            return
+        with torch.cuda.device(device):
+            if (rows, plain) not in self._graphs:
+                self._graphs[rows, plain] = self._recorded(rows, plain)
+            self._graphs[rows, plain].replay()
+
+    def clear_graphs(self) -> None:
+        """Must be called after a tensor of the state was replaced."""
+        self._graphs.clear()
+        self._pool = None  # a pool ends with its last graph
+
+    def _recorded(self, rows: int, plain: bool) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # A stream of these graphs alone: libraries keep a workspace for each stream, which ends with the graphs of another.
+        self._stream = stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with self.at_rest():
+            # Libraries set themselves up at a first call, which a graph can't record.
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.step(rows, plain)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                self.step(rows, plain)
+        return graph
+
     def _batch(self, rows: int, positions: Tensor, active: Tensor) -> VarlenBatch:
         kv = self._runner.kv
         return VarlenBatch(
@@ -124,46 +158,6 @@ class DeviceRows:
             yield
         finally:
             self.integers.copy_(before)
-
-
-class StepGraphs:
-    """Calls `step`: on a GPU by replaying a CUDA graph, recorded at the first call with the same arguments."""
-
-    def __init__(self, step: Callable[[int, bool], None], rows: DeviceRows) -> None:
-        self._step, self._rows = step, rows
-        self._on_gpu = rows.integers.device.type == "cuda"
-        self._graphs: dict[tuple[int, bool], Any] = {}
-        self._pool: Any = None
-        self._stream: Any = None
-
-    def __call__(self, rows: int, plain: bool) -> None:
-        if not self._on_gpu:
-            self._step(rows, plain)
-            return
-        with torch.cuda.device(self._rows.integers.device):
-            if (rows, plain) not in self._graphs:
-                self._record(rows, plain)
-            self._graphs[rows, plain].replay()
-
-    def clear(self) -> None:
-        """Must be called after a tensor of the state was replaced."""
-        self._graphs.clear()
-        self._pool = None  # a pool ends with its last graph
-
-    def _record(self, rows: int, plain: bool) -> None:
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # A stream of these graphs alone: libraries keep a workspace for each stream, which ends with the graphs of another.
-        self._stream = stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with self._rows.at_rest():
-            # Libraries set themselves up at a first call, which a graph can't record.
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._step(rows, plain)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                self._step(rows, plain)
-        self._graphs[rows, plain] = graph
 
 
 # ---- the host's side: which sequence has which row, and the results that have arrived
@@ -204,8 +198,9 @@ class SlotTable(RowTable):
         super().release(sequence)
         self._changed.add(sequence.row)
 
-    def decoding_rows(self) -> Ints:
-        return np.flatnonzero(self._kinds == DECODING)
+    def decoding_rows(self, *, sampled: bool = False) -> Ints:
+        """All, or only those with a token that has been read."""
+        return np.flatnonzero((self._kinds == DECODING) & (self.counts > 0) if sampled else self._kinds == DECODING)
 
     def highest(self) -> int:
         """The number of rows up to the last occupied one."""
@@ -219,7 +214,7 @@ class SlotTable(RowTable):
         rows_n = np.array(sorted(self._changed))
         self._changed.clear()
         decoding_n = (self._kinds[rows_n] == DECODING).astype(np.int64)
-        integers = np.vstack([self._integers[:, rows_n], self.keys[rows_n].view(np.int64), decoding_n])
+        integers = np.vstack([self._integers[:, rows_n], decoding_n])
         self.plain = self._all_plain(self.decoding_rows())
         return rows_n, integers, self._reals[:, rows_n], self.stops[rows_n]
 
@@ -235,10 +230,6 @@ class SlotTable(RowTable):
     def flush(self) -> None:
         while self.pending:
             self.read_oldest()
-
-    def sampled_rows(self) -> Ints:
-        """The decoding rows with a token that has been read."""
-        return np.flatnonzero((self._kinds == DECODING) & (self.counts > 0))
 
     def gather_below(self, rows: int) -> list[Move]:
         """Move sequences from rows >= `rows` to free rows below. The table has been flushed and no row has ended."""
@@ -260,6 +251,7 @@ class StaticEngine(LocalEngine):
 
     _runner: VarlenRunner
     _table: SlotTable
+    _table_class = SlotTable
     _left_to_decode = 1
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -267,29 +259,23 @@ class StaticEngine(LocalEngine):
         self._admitted_at = -_HELD_STEPS
         self._buckets = row_buckets(self.slots)
         self._rows = DeviceRows(self._runner, self.slots, self.max_length)
-        self._launch = StepGraphs(self._rows.step, self._rows)
-        steps = "one CUDA graph each" if self._runner.device.type == "cuda" else "plain calls"
+        on_gpu = self._runner.device.type == "cuda"
+        steps = "one CUDA graph each" if on_gpu else "plain calls"
         with self._inference:
             if self._runner.compiled and self.slots > 1:
                 steps += try_compiler("sampling", lambda: self._rows.compile(self._buckets[0]))
-            for rows in self._buckets if self._runner.device.type == "cuda" else ():
-                self._try_step(rows)
+            try:
+                for rows in self._buckets if on_gpu else ():
+                    with self._rows.at_rest():
+                        self._rows.launch(rows, True)
+            except Exception as error:
+                reason = str(error).partition("\n")[0]
+                raise UnsupportedModelError(f"its decode step can't be recorded as a CUDA graph ({reason})") from error
         self._runner.description = f"in static decode steps ({steps}), {self._runner.description}"
-
-    def _try_step(self, rows: int) -> None:
-        try:
-            with self._rows.at_rest():
-                self._launch(rows, True)
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise UnsupportedModelError(f"its decode step can't be recorded as a CUDA graph ({reason})") from error
 
     def _make_runner(self, model: nn.Module, *, flatten: bool) -> VarlenRunner:
         refuse_longer(model, self.max_length)
         return VarlenRunner(model, self.slots, self.max_length, flatten=flatten)
-
-    def _make_table(self) -> SlotTable:
-        return SlotTable(self.slots, self.max_length)
 
     def _step(self) -> StepOutput:
         table = self._table
@@ -299,7 +285,7 @@ class StaticEngine(LocalEngine):
         if self._cancelled or sparse:
             table.flush()
             finished += self._take_cancelled()
-            self._pass_on(table.sampled_rows(), events, finished)
+            self._pass_on(table.decoding_rows(sampled=True), events, finished)
             self._runner.kv.move(table.gather_below(self._bucket(table.used)))
         if self._waiting and self._may_admit():
             table.admit(self._admit())
@@ -308,14 +294,15 @@ class StaticEngine(LocalEngine):
             self._run_prefills()
         launched = bool(len(table.decoding_rows()))
         if launched:
-            self._write_changes()
+            if (changes := table.take_changes()) is not None:
+                self._write(*changes)
             rows = self._bucket(table.highest())
-            self._launch(rows, table.plain)
+            self._rows.launch(rows, table.plain)
             table.pending.append(to_host(self._rows.results[:rows]))
             self._decode_steps += 1
         while len(table.pending) > launched:
             table.read_oldest()
-        self._pass_on(table.sampled_rows(), events, finished)
+        self._pass_on(table.decoding_rows(sampled=True), events, finished)
         self._tokens_generated = table.sampled
         return StepOutput(events, finished) if events or finished else NOTHING
 
@@ -324,6 +311,14 @@ class StaticEngine(LocalEngine):
         ready = min(len(self._waiting), self._table.free)
         held = self._decode_steps - self._admitted_at < _HELD_STEPS and len(self._table.decoding_rows()) > 0
         return ready > 0 and (not held or ready >= self.slots // 16)
+
+    def _write(self, rows_n: Ints, integers: Ints, reals: Reals, stops: Ints) -> None:
+        """Tell the device which rows started or stopped decoding."""
+        missing = stops.shape[1] - self._rows.stops.shape[1]
+        if missing > 0:
+            self._rows.stops = nn.functional.pad(self._rows.stops, (0, missing), value=-1)
+            self._rows.clear_graphs()
+        self._rows.write(*(to_device(part, self._runner.device) for part in (rows_n, integers, reals, stops)))
 
     def _bucket(self, rows: int) -> int:
         return next(size for size in self._buckets if size >= rows)
@@ -339,21 +334,8 @@ class StaticEngine(LocalEngine):
                 self._finish_prefill(prefill)
 
     def _finish_prefill(self, prefill: Prefill) -> None:
-        prefill.versions.mark(self._version, prefill.done)  # the last token is processed by the next decode step
+        prefill.versions.mark(self.version, prefill.done)  # the last token is processed by the next decode step
         super()._finish_prefill(prefill)
-
-    def _write_changes(self) -> None:
-        """Tell the device which rows started or stopped decoding."""
-        changes = self._table.take_changes()
-        if changes is None:
-            return
-        rows_n, integers, reals, stops = changes
-        missing = stops.shape[1] - self._rows.stops.shape[1]
-        if missing > 0:
-            self._rows.stops = nn.functional.pad(self._rows.stops, (0, missing), value=-1)
-            self._launch.clear()
-        device = self._runner.device
-        self._rows.write(*(to_device(part, device) for part in (rows_n, integers, reals, stops)))
 
 
 def engine_for(model: nn.Module, *, decoding: Literal["auto", "packed", "static"] = "auto", **options: Any) -> LocalEngine:

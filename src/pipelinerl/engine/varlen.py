@@ -42,17 +42,16 @@ class SlotKV(KVCache):
             )
         return self.spare + 1, shape.heads
 
+    def parts(self, length: int) -> list[Tensor]:
+        sizes = self.rows, self.max_length
+        return [block[:, :-1].view(len(block), *sizes, *block.shape[2:])[:, :, :length] for block in self._blocks]
+
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy rows, as if all at once."""
-        work = []
-        for move in moves:
-            if move.length and len(move.sources):
-                sources, targets = (to_device(rows, self._blocks[0].device) for rows in (move.sources, move.targets))
-                for block in self._blocks:
-                    part = block[:, :-1].view(len(block), self.rows, self.max_length, *block.shape[2:])[:, :, : move.length]
-                    work.append((part, targets, part[:, sources]))
-        for part, targets, content in work:
-            part[:, targets] = content
+        """As of `Slots`. The host does not wait for the transfer of the rows' numbers."""
+        device = self._blocks[0].device
+        super().move(
+            [Move(to_device(a, device), to_device(b, device), length) for a, b, length in moves if length and len(a)]
+        )
 
 
 @dataclass(slots=True)

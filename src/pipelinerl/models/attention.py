@@ -161,19 +161,23 @@ def deviations(logits_TV: Tensor, reference_TV: Tensor) -> Tensor:
     return (logits_TV.float().log_softmax(-1) - reference_TV.float().log_softmax(-1)).abs().amax(-1)
 
 
-def rope_limit(model: Any) -> int | None:
-    """The length beyond which the rotary frequencies of *all* sequences of a forward change; None if they never do.
+def refuse_changed_positions(model: Any, length: int) -> None:
+    """Raise UnsupportedModelError if a sequence of `length` changes the rotary frequencies of *all* sequences of a forward.
 
     They change with the "dynamic" and "longrope" types.
     """
     config = model.config.get_text_config()
-    limits: list[int] = []
     parameters = getattr(config, "rope_parameters", None) or {}
-    for part in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
-        kind = part.get("rope_type")
-        if kind in ("dynamic", "longrope"):
-            limits.append(int(part.get("original_max_position_embeddings") or config.max_position_embeddings))
-    return min(limits, default=None)
+    limits = [
+        int(part.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for part in (parameters, *(value for value in parameters.values() if isinstance(value, dict)))
+        if part.get("rope_type") in ("dynamic", "longrope")
+    ]
+    if length > (limit := min(limits, default=length)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its position encoding beyond {limit} tokens, which sequences that share a "
+            f"batch can't follow; set engine.max_length to {limit}"
+        )
 
 
 def _no_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> LocalMask | None:

@@ -1,4 +1,4 @@
-"""A model's decoder layers: finding them, and compiling them for training.
+"""A model's decoder layers: finding them, computing in float32 with narrow ones, and compiling them for training.
 
 Between its matrix products a layer makes many passes over memory: norms, rotations, gates, sums. `torch.compile` merges them
 into few loops, forward and backward. Attention is left as it is: its shapes differ from one micro-batch to the next.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipelinerl.models.attention import choose_attention, replace_attention
+from pipelinerl.models.attention import choose_attention, deviations, replace_attention
 from pipelinerl.models.device import prepare_compiler, why_not
 from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention
 from pipelinerl.models.state import compute_dtype, is_narrow
@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _COMPILED_ATTENTION = f"{ATTENTION_NAME}_apart"
 _LENGTHS = (5, 11, 2, 12)
+_LARGEST_TOLERANCE = 1e-3
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -35,6 +36,75 @@ def decoder_layers(model: Any) -> list[nn.Module]:
             yield from [child] if isinstance(child, nn.ModuleList) else lists(child)
 
     return max((list(found) for found in lists(model)), key=len, default=[])
+
+
+@contextmanager
+def perturbed(model: Any) -> Iterator[None]:
+    """Inside, each element of the embeddings changes by the precision of its type: what that changes is rounding."""
+
+    def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
+        signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded)
+        return embedded + embedded * torch.finfo(embedded.dtype).eps * signs
+
+    with model.get_input_embeddings().register_forward_hook(perturb):
+        yield
+
+
+def rounding_limit(model: Any, ids_T: Tensor, *, least: float) -> float:
+    """How much rounding in float32 may change log-probabilities of the probe; at least `least`.
+
+    Large models and recurrences amplify rounding. So eight times the change of the model's own forward is allowed, when
+    each element of the embeddings changes by the precision of its type.
+    """
+    chosen = model.config._attn_implementation
+    choose_attention(model, "eager")
+    try:
+        own_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+        with perturbed(model):
+            changed_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+    finally:
+        choose_attention(model, chosen)
+    return min(max(least, 8 * float(deviations(changed_TV, own_TV).max())), _LARGEST_TOLERANCE)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes in float32. The weights of a layer are converted while it runs, to save memory."""
+    layers = list(dict.fromkeys(decoder_layers(model)))
+    of_layers = {id(tensor) for layer in layers for tensor in _narrow(layer)}
+    with ExitStack() as stack:
+        for layer in layers:
+            _widen_while_it_runs(layer, stack)
+        stack.enter_context(_widened([tensor for tensor in _narrow(model) if id(tensor) not in of_layers]))
+        yield
+
+
+def _narrow(module: nn.Module) -> list[Tensor]:
+    tensors = (*module.parameters(), *module.buffers())
+    return [tensor for tensor in tensors if tensor.is_floating_point() and is_narrow(tensor.dtype)]
+
+
+@contextmanager
+def _widened(tensors: Sequence[Tensor]) -> Iterator[None]:
+    kept = [tensor.data for tensor in tensors]
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, content in zip(tensors, kept, strict=True):
+            tensor.data = content
+
+
+def _widen_while_it_runs(layer: nn.Module, stack: ExitStack) -> None:
+    """Until `stack` is closed, the layer's weights are in float32 from the start of its forward to the end."""
+    running, tensors = ExitStack(), _narrow(layer)
+    stack.enter_context(layer.register_forward_pre_hook(lambda *_: running.enter_context(_widened(tensors))))
+    stack.enter_context(layer.register_forward_hook(lambda *_: running.close(), always_call=True))
+
+
+# ---- Compiling them
 
 
 def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> TrainingForward:
@@ -81,18 +151,6 @@ def _with_gradients(own: Callable[..., Any], compiled: Callable[..., Any]) -> Ca
         return (compiled if torch.is_grad_enabled() else own)(*given, **named)
 
     return forward
-
-
-@contextmanager
-def perturbed(model: Any) -> Iterator[None]:
-    """Inside, each element of the embeddings changes by the precision of its type: what that changes is rounding."""
-
-    def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
-        signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded)
-        return embedded + embedded * torch.finfo(embedded.dtype).eps * signs
-
-    with model.get_input_embeddings().register_forward_hook(perturb):
-        yield
 
 
 @torch.enable_grad()

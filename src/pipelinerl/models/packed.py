@@ -25,10 +25,10 @@ from pipelinerl.errors import ModelLoadError, UnsupportedModelError
 from pipelinerl.models.attention import (
     attend,
     choose_attention,
+    refuse_changed_positions,
     refuse_states,
     refuse_unknown_features,
     replace_attention,
-    rope_limit,
     unsupported,
 )
 from pipelinerl.models.loading import model_max_length
@@ -247,7 +247,7 @@ class TrainingForward:
     def __call__(self, row: PackedRow) -> Tensor:
         if not self.padded:
             return sampled_logits(self.model, row)
-        _refuse_longer(self.model, row)
+        refuse_changed_positions(self.model, row.longest)
         from pipelinerl.models.own_forward import padded_logits  # noqa: PLC0415 - most models don't need it
 
         return padded_logits(self.model, row)
@@ -273,7 +273,7 @@ def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
     Call `use_packed_attention(model)` once before. Raises UnsupportedModelError if a layer uses an attention feature that is
     not implemented here, or if a sequence is longer than the model's position encoding allows in a packed row.
     """
-    _refuse_longer(model, row)
+    refuse_changed_positions(model, row.longest)
     logits: Tensor = model(
         input_ids=row.token_ids_1T,
         position_ids=row.position_ids_1T,
@@ -284,15 +284,6 @@ def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
         packed_row=row,
     ).logits
     return logits.squeeze(0)  # the gradient of an index would be a second tensor of this size
-
-
-def _refuse_longer(model: nn.Module, row: PackedRow) -> None:
-    limit = rope_limit(model)
-    if limit is not None and row.longest > limit:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} changes its position encoding beyond {limit} tokens, which training on several "
-            f"sequences at once can't follow (a sequence has {row.longest}); set engine.max_length to {limit}"
-        )
 
 
 def packed_attention(

@@ -213,7 +213,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path | str, metadata:
 
 _BLOCK = 1 << 16  # words
 _WORD_BYTES = 4
-_GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, MIX_1, MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """SplitMix64's constants as int64: products and sums of int64 wrap, so their bits are the same as with uint64."""
 
 
@@ -258,11 +258,11 @@ def _words(piece_U8: Tensor) -> Tensor:
 
 def _constants(device: torch.device) -> Tensor:
     """The tables of both sums [2, _BLOCK]: SplitMix64's first numbers of seed 0, made odd."""
-    return (splitmix64(torch.arange(1, 2 * _BLOCK + 1, device=device) * _GOLDEN) | 1).view(2, _BLOCK)
+    return (splitmix64(torch.arange(1, 2 * _BLOCK + 1, device=device) * GOLDEN) | 1).view(2, _BLOCK)
 
 
 def splitmix64(z: Tensor) -> Tensor:
     """SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) of unsigned numbers, whose bits int64 holds."""
-    for bits, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+    for bits, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
         z = (z ^ ((z >> bits) & (2 ** (64 - bits) - 1))) * factor  # a shift of an int64 copies its sign
     return z

@@ -124,7 +124,7 @@ def planted_cpu_tensor(patch: pytest.MonkeyPatch) -> None:
 
 
 def planted_old_pool(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(static.StepGraphs, "clear", lambda graphs: graphs._graphs.clear())
+    patch.setattr(DeviceRows, "clear_graphs", lambda rows: rows._graphs.clear())
 
 
 @pytest.mark.parametrize(

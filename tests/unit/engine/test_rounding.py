@@ -10,10 +10,10 @@ import torch
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.attention import LayerCall
-from pipelinerl.engine.rounding import in_float32
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.engine.varlen import VarlenBatch
 from pipelinerl.errors import UnsupportedModelError
+from pipelinerl.models.layers import in_float32
 from tests.parity.models import CONFIGS, make_model
 
 IDS = torch.arange(1, 30)[None]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.engine.sampler import SamplingRows, device_uniforms, invert, request_key, sample, truncate, uniforms
+from pipelinerl.engine.sampler import SamplingRows, invert, request_key, sample, truncate, uniforms
 
 
 def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows | None:
@@ -138,13 +138,22 @@ def test_an_id_is_always_in_the_vocabulary(
             assert flipped.gather(1, ids[:, None]).isfinite().all()
 
 
-def test_random_numbers_of_a_device_are_those_of_the_host_to_the_bit() -> None:
+def splitmix64(z: int) -> int:
+    """Its output function, in Python's integers."""
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ z >> bits) * factor % 2**64
+    return z ^ z >> 31
+
+
+def test_random_numbers_are_those_of_their_definition_to_the_bit() -> None:
     generator = np.random.default_rng(0)
-    keys = generator.integers(0, 2**64, 100_000, dtype=np.uint64)
-    keys[:3] = 0, 2**63, 2**64 - 1
-    positions = generator.integers(0, 40_000, 100_000)
-    found = device_uniforms(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(positions))
-    assert np.array_equal(found.numpy(), uniforms(keys, positions))
+    keys = [0, -1, 2**63 - 1, -(2**63), *generator.integers(-(2**63), 2**63, 1000).tolist()]
+    positions = generator.integers(0, 40_000, len(keys)).tolist()
+    expected = []
+    for key, position in zip(keys, positions, strict=True):
+        first = splitmix64((key + 0x9E3779B97F4A7C15 * (position + 1)) % 2**64)
+        expected.append((splitmix64(first ^ key * 0xBF58476D1CE4E5B9 % 2**64) >> 11) * 2.0**-53)
+    assert uniforms(torch.tensor(keys), torch.tensor(positions)).tolist() == expected
 
 
 def test_what_never_waits_draws_the_same_tokens() -> None:
@@ -164,8 +173,8 @@ def test_what_never_waits_draws_the_same_tokens() -> None:
 
 
 def test_uniform_numbers_are_uniform_and_unrelated() -> None:
-    keys = np.array([request_key(f"r{i}", None) for i in range(400)], dtype=np.uint64)
-    table = np.stack([uniforms(keys, np.full(400, position)) for position in range(100)])
+    keys = torch.tensor([request_key(f"r{i}", None) for i in range(400)])
+    table = uniforms(keys, torch.arange(100)[:, None]).numpy()
     assert table.min() >= 0
     assert table.max() < 1
     assert abs(table.mean() - 0.5) < 0.005

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,7 +106,7 @@ def _drawn_again(feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor,
         of_request = derive_seed(derive_seed(seed, one.group, one.attempt), one.turn)
         keys += [request_key("", of_request)] * feed.kept
         tokens += range(feed.token, feed.token + feed.kept)
-    drawn_N = torch.from_numpy(uniforms(np.array(keys, dtype=np.uint64), np.array(tokens, dtype=np.int64)))
+    drawn_N = uniforms(torch.tensor(keys), torch.tensor(tokens))
     again_N, _ = sample(logprobs_NV, None, drawn_N.to(logprobs_NV.device))
     return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))
 
