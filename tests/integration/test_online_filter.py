@@ -1,4 +1,4 @@
-"""The online difficulty filter and dynamic sampling in real runs: what is skipped or dropped, and what it costs."""
+"""The online difficulty filter in real runs: what is skipped, and what it costs."""
 
 from __future__ import annotations
 
@@ -80,19 +80,3 @@ def test_a_resumed_run_skips_what_it_would_have_skipped(tmp_path: Path) -> None:
     assert any(group.skipped for group in straight)
     assert [(group.index, group.skipped) for group in straight] == [(group.index, group.skipped) for group in halves]
     assert trained(tmp_path / "straight") == trained(tmp_path / "halves")
-
-
-def test_dynamic_sampling_says_what_it_costs(tmp_path: Path) -> None:
-    """DAPO's: groups without a gradient are generated and dropped, so that a step has others."""
-    own = {name: value for name, value in settings(tmp_path).items() if "filter" not in name}
-    counts = run(tmp_path / "r", preprocess__zero_advantage="drop", trainer__steps=4, **own)
-    assert_whole(tmp_path / "r")
-    dropped = counts["rollouts_dropped"]["zero_advantage"]
-    lengths = {one.id: len(one.turns[0].completion.token_ids) for group in groups(tmp_path / "r") for one in group.rollouts}
-    tokens = sum(lengths[sample.id] for record in trained(tmp_path / "r") for sample in record.samples)
-    out = sum(lengths[one] for record in trained(tmp_path / "r") for ids in record.dropped_ids.values() for one in ids)
-    assert dropped > counts["rollouts_trained"], "three problems of four teach nothing"
-    assert counts["generated_per_trained"]["rollouts"] == 1 + dropped / 64
-    assert counts["generated_per_trained"]["tokens"] == pytest.approx(1 + out / tokens)
-    assert counts["dropped_fraction"] == {"zero_advantage": dropped / (64 + dropped)}
-    assert counts["no_gradient_fraction"] == 0.0

@@ -78,19 +78,6 @@ def test_mlflow_in_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.exhaustive
-def test_a_tracker_that_can_not_be_reached_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    summary = runs.run(tmp_path / "run", trainer__steps=2, metrics__trackers="[mlflow]")
-    assert summary["status"] == "finished"
-    assert capfd.readouterr().out.count("training goes on") == 1
-    assert not (tmp_path / "run" / "trackers").exists()
-
-
-@pytest.mark.exhaustive
 def test_a_callback_that_hangs_does_not_hold_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.report.trackers.FINISH_S", 1.0)
     file = tmp_path / "mine.py"

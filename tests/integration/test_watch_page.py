@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.types import Group
 from tests.unit.experiments.browse_parts import group, rollout, turn
 from tests.unit.experiments.watch.watch_parts import HOSTILE, a_step, append, make_run
 from tests.unit.record_parts import evaluation
@@ -72,10 +71,6 @@ def page(browser: Any) -> Iterator[Any]:
     assert [text for text in wrong if "ERR_INCOMPLETE_CHUNKED" not in text and "ERR_CONNECTION_REFUSED" not in text] == []
 
 
-def hostile_groups() -> list[Group]:
-    return [group(7, rollout(7, 0, 1.0, turn(HOSTILE, HOSTILE, (3, 20), (4, 0))), question=HOSTILE)]
-
-
 def test_a_run_is_shown_grows_and_fails(tmp_path: Path, page: Any) -> None:
     root = make_run(tmp_path / "run", steps=6, status=None)
     with command("watch", str(root), "--port", "0") as (_, address):
@@ -92,8 +87,14 @@ def test_a_run_is_shown_grows_and_fails(tmp_path: Path, page: Any) -> None:
         page.wait_for_selector("#state:has-text('gone')")
 
 
-def test_text_of_models_is_text(tmp_path: Path, page: Any) -> None:
-    root = make_run(tmp_path / "<b>run</b>", groups=hostile_groups())
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1200, "dark")])
+def test_text_of_models_is_text_fits_any_width_and_is_readable_in_both_themes(
+    tmp_path: Path, page: Any, width: int, scheme: Any
+) -> None:
+    hostile = group(7, rollout(7, 0, 1.0, turn(HOSTILE, HOSTILE, (3, 20), (4, 0))), question=HOSTILE)
+    root = make_run(tmp_path / "a-run-with-a-<b>name</b>-that-is-much-too-long-for-a-telephone", steps=6, groups=[hostile])
+    page.set_viewport_size({"width": width, "height": 800})
+    page.emulate_media(color_scheme=scheme)
     with command("watch", str(root), "--port", "0") as (_, address):
         page.goto(address)
         page.wait_for_selector(".attempt pre")
@@ -101,16 +102,6 @@ def test_text_of_models_is_text(tmp_path: Path, page: Any) -> None:
         assert page.locator("#rollouts script, #rollouts img, #runs b").count() == 0
         assert "owned" not in page.title()
         assert page.locator(".attempt sup").all_text_contents() == ["3", "4"]
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1200, "dark")])
-def test_it_fits_any_width_and_is_readable_in_both_themes(tmp_path: Path, page: Any, width: int, scheme: Any) -> None:
-    root = make_run(tmp_path / "a-run-with-a-name-that-is-much-too-long-for-a-telephone", steps=6)
-    page.set_viewport_size({"width": width, "height": 800})
-    page.emulate_media(color_scheme=scheme)
-    with command("watch", str(root), "--port", "0") as (_, address):
-        page.goto(address)
-        page.wait_for_selector(".attempt pre")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
         light = [sum(map(int, re.findall(r"\d+", text)[:3])) for text in (ink, paper)]

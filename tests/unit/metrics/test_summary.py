@@ -24,17 +24,9 @@ from tests.unit.record_parts import answered, evaluation, status, statuses_of, s
 KEYS = {
     *("schedule", "wall_s", "optimizer_steps", "samples_trained", "tokens_generated", "tokens_trained"),
     *("reward_first", "reward_last", "eval_reward_before", "eval_reward_after", "ess_mean", "ess_min"),
-    *("ess_low_steps", "ess_low_first", "lag_mean", "lag_max", "weight_updates", "update_pause_s_p50"),
-    *("update_pause_s_p99", "engine_busy_fraction", "trainer_busy_fraction", "rollouts_started", "rollouts_trained"),
-    *("rollouts_dropped", "rollouts_queued", "rollouts_in_progress", "collapse", "generated_per_trained"),
-    *("dropped_fraction", "no_gradient_fraction", "groups_skipped", "skipped_fraction", "version", "status", "seed"),
-    *("model", "environment", "samples_per_s", "tokens_per_s", "trained_length_mean", "sampled_length_mean"),
-    *("eval_before_lengths", "eval_after_lengths", "eval_before_metrics", "eval_after_metrics", "eval_online"),
-    *("eval_skipped", "started_length_mean", "length_lag_correlation"),
-    *("actor_dropped_length_mean", "eval_reward_before_standard_error"),
-    *("eval_reward_after_standard_error", "peak_memory_bytes", "peak_gpu_memory_bytes", "resumed_from"),
-    *("cut_fraction", "metrics_first", "metrics_last", "nothing_learned", "update_bytes_mean", "update_s_p50"),
-    "update_delta_fraction",
+    *("lag_mean", "lag_max", "weight_updates", "update_pause_s_p50", "update_pause_s_p99"),
+    *("engine_busy_fraction", "trainer_busy_fraction", "rollouts_started", "rollouts_trained"),
+    *("rollouts_dropped", "rollouts_queued", "rollouts_in_progress"),
 }
 CONFIG = RunConfig(seed=3, model=ModelConfig(path="some/model"), environment=EnvironmentConfig(kind="gcd"))
 ENGINE = EngineProgress(
@@ -117,10 +109,9 @@ def test_steps_of_low_ess_are_counted_and_marked() -> None:
     assert "ESS │ mean 0.497, min 0.100; below 0.5 in 2 steps, first in step 2 │" in table_of(summary)
 
 
-def test_the_keys_are_those_that_tools_rely_on() -> None:
-    assert set(whole_run()) == KEYS
+def test_the_keys_that_tools_rely_on_are_always_there() -> None:
     empty = summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: the model can't be loaded")
-    assert set(empty) == KEYS
+    assert set(empty) == set(whole_run()) > KEYS
     for key in ("reward_first", "ess_min", "lag_max", "tokens_per_s", "eval_after_lengths", "rollouts_started"):
         assert empty[key] is None, key
     assert "model can't be loaded" in as_text(final_table(empty))
@@ -160,6 +151,8 @@ def test_the_numbers_by_hand() -> None:
         "rollouts_queued": 15,
         "cut_fraction": 0.2,
         "nothing_learned": None,
+        "generated_per_trained": {"rollouts": (64 + 9) / 64, "tokens": (8 * 36 + 90) / (8 * 36)},
+        "no_gradient_fraction": 0.0,
     }
     summary = whole_run()
     for key, value in expected.items():
@@ -216,11 +209,9 @@ def test_evaluations_while_training_and_of_each_environment_are_in_the_summary_a
         assert re.search(row, table), row
 
 
-@pytest.mark.parametrize(("count", "edge"), [(1, 1), (8, 2), (100, 5)])
-def test_first_and_last_reward_are_over_a_quarter_and_at_most_five_steps(count: int, edge: int) -> None:
-    summary = summary_of(steps(count))
-    assert summary["reward_first"] == pytest.approx(sum(n / 10 for n in range(1, edge + 1)) / edge)
-    assert summary["reward_last"] == pytest.approx(sum(n / 10 for n in range(count - edge + 1, count + 1)) / edge)
+def test_first_and_last_reward_are_over_at_most_five_steps() -> None:
+    summary = summary_of(steps(100))
+    assert (summary["reward_first"], summary["reward_last"]) == (pytest.approx(0.3), pytest.approx(9.8))
 
 
 def test_a_lost_rollout_is_an_error_with_the_numbers() -> None:

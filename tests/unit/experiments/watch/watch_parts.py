@@ -11,11 +11,14 @@ import msgspec
 
 from pipelinerl.config.load import config_to_yaml, load_config
 from pipelinerl.metrics.records import StepRecord
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group
 from tests.unit.experiments.browse_parts import group, lines, rollout, turn
-from tests.unit.record_parts import evaluation, step
+from tests.unit.record_parts import evaluation, step, write_records
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">\x1b[31m\u202e"
+CROSSING = rollout(1, 0, 1.0, turn("84,36:", "48,36;12", (3, 4), (4, 0)))
+GROUPS = [group(0, rollout(0, 0, 0.0, turn("9,6:", "no"))), group(1, CROSSING, question=HOSTILE)]
 
 
 def a_step(version: int, time_s: float, reward: float = 0.5, **changed: Any) -> StepRecord:
@@ -27,30 +30,24 @@ def load(worker: int, time_s: float, in_progress: int) -> dict[str, Any]:
     return {"worker": worker, "time_s": time_s, "in_progress": in_progress, "queued": 1, "tokens_generated": 9, "version": 0}
 
 
-def some_groups() -> list[Group]:
-    crossing = rollout(1, 0, 1.0, turn("84,36:", "48,36;12", (3, 4), (4, 0)))
-    return [group(0, rollout(0, 0, 0.0, turn("9,6:", "no"))), group(1, crossing, question=HOSTILE)]
-
-
 def append(path: Path, *records: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(lines(records))
 
 
-def make_run(root: Path, steps: int = 4, *, status: str | None = "finished", groups: Sequence[Group] = ()) -> Path:
+def make_run(root: Path, steps: int = 4, *, status: str | None = "finished", groups: Sequence[Group] = GROUPS) -> Path:
     """A run of `steps` optimizer steps, one a second from time 3. `status`: that of its summary; None: it has none."""
-    config = load_config(None, {"run_dir": str(root), "trainer.steps": 10, "environment.kind": "gcd"})
-    (root / "control").mkdir(parents=True)
-    (root / "config.yaml").write_text(config_to_yaml(config))
-    (root / "control" / "plan.json").write_bytes(b"{}")
-    os.utime(root / "control" / "plan.json", (1000, 1000))
+    run = RunDirectory(root)
+    run.make_folders()
+    run.config.write_text(config_to_yaml(load_config(None, {"trainer.steps": 10, "environment.kind": "gcd"})))
+    run.plan.write_bytes(b"{}")
+    os.utime(run.plan, (1000, 1000))
     (root / ".lock").touch()
-    append(root / "sessions.jsonl", {"config": {"seed": 0, "trainer": {"steps": 10}}})
-    append(root / "evaluations.jsonl", evaluation("before", 0, 2.0, reward_mean=0.25))
-    append(root / "metrics.jsonl", *(a_step(n, 3.0 + n, n / 10, crossing_fraction=n % 2 / 2) for n in range(1, steps + 1)))
-    append(root / "rollouts" / "rollouts.jsonl", *(groups or some_groups()))
+    append(run.sessions, {"config": {"seed": 0, "trainer": {"steps": 10}}})
+    write_records(root, evaluation("before", 0, 2.0, reward_mean=0.25))
+    write_records(root, *(a_step(n, 3.0 + n, n / 10, crossing_fraction=n % 2 / 2) for n in range(1, steps + 1)))
+    append(run.recorded, *groups)
     append(root / "timeline-0.jsonl", *(load(0, 2 + n / 4, n) for n in range(8)))
     if status is not None:
-        (root / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
+        run.summary.write_bytes(msgspec.json.encode({"status": status}))
     return root
