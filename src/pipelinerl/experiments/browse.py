@@ -255,7 +255,7 @@ def read_rows(run: RunRollouts, texts: TokenText) -> Iterator[RolloutRow]:
 # ---- queries like `reward>0.5 version_max=12 "some text"`
 
 _PART = re.compile(r'"([^"]*)"?|(\S+)')
-_COMPARISON = re.compile(r"([^\W\d]\w*)(<=|>=|<|>|=)(.*)", re.DOTALL)
+_COMPARISON = re.compile(r"[^\W\d]\w*(<=|>=|<|>|=).*", re.DOTALL)
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
 _NUMBERS = ("reward", "turns", "completion_tokens", "version_min", "version_max", "step", "lag_min", "lag_max", "advantage")
 _TEXTS = ("finish_reason", "left_out")
@@ -266,26 +266,23 @@ Query = Sequence[Callable[[RolloutRow], bool]]
 
 def parse(text: str) -> Query:
     """Parse a query. Raises UserError for a comparison of something else, or with something that is not a number."""
-    conditions = []
-    for quoted, bare in _PART.findall(text):
-        found = _COMPARISON.fullmatch(bare)
-        conditions.append(_comparison(*found.groups()) if found else partial(_has_words, (bare or quoted).casefold()))
-    return conditions
+    return [
+        _condition(bare) if _COMPARISON.fullmatch(bare) else partial(_has_words, (bare or quoted).casefold())
+        for quoted, bare in _PART.findall(text)
+    ]
 
 
-def _comparison(field: str, sign: str, value: str) -> Callable[[RolloutRow], bool]:
+def _condition(comparison: str) -> Callable[[RolloutRow], bool]:
+    field, sign, value = re.split("(<=|>=|<|>|=)", comparison, maxsplit=1)
     if field in _TEXTS and sign == "=":
         return lambda row: getattr(row, field) == value
-    if field not in _NUMBERS:
-        raise UserError(
-            f"{field + sign + value!r}: these can be compared with numbers: {', '.join(_NUMBERS)}; and these with a word, "
-            f"by =: {', '.join(_TEXTS)}. To search for this text, put it in double quotes"
-        )
-    try:
-        limit = float(value)
-    except ValueError:
-        raise UserError(f"{field + sign + value!r} does not compare with a number; as in reward>0.5") from None
-    return lambda row: (known := getattr(row, field)) is not None and bool(_OPERATORS[sign](known, limit))
+    with suppress(ValueError):
+        limit = float(value if field in _NUMBERS else "")
+        return lambda row: (known := getattr(row, field)) is not None and bool(_OPERATORS[sign](known, limit))
+    raise UserError(
+        f"{comparison!r}: compare one of these with a number: {', '.join(_NUMBERS)}; or with a word, by =: "
+        f"{', '.join(_TEXTS)}. To search for this text, put it in double quotes"
+    )
 
 
 def _has_words(words: str, row: RolloutRow) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.statistics import flat_numbers
-from pipelinerl.types import EngineProgress, WeightTransfer
+from pipelinerl.types import WeightTransfer
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,16 +30,6 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens_generated: int
     tokens_per_s: float | None = None
     update_pause_s: float | None = None
-
-    @classmethod
-    def of(cls, progress: EngineProgress, tokens_per_s: float | None = None) -> EngineRecord:
-        return cls(
-            version=progress.version,
-            in_progress=progress.in_progress,
-            tokens_generated=progress.tokens_generated,
-            tokens_per_s=tokens_per_s,
-            update_pause_s=progress.pauses_s[-1] if progress.pauses_s else None,
-        )
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

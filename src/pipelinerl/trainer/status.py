@@ -165,7 +165,13 @@ class TrainerStatus:
         if now_s > before_s and engine.tokens_generated >= before:
             rate = (engine.tokens_generated - before) / (now_s - before_s)
         self._engine_before = (now_s, engine.tokens_generated)
-        return EngineRecord.of(engine, rate)
+        return EngineRecord(
+            version=engine.version,
+            in_progress=engine.in_progress,
+            tokens_generated=engine.tokens_generated,
+            tokens_per_s=rate,
+            update_pause_s=engine.pauses_s[-1] if engine.pauses_s else None,
+        )
 
     def probe_readings(self) -> Iterator[ProbeReading]:
         """The weight probes that the engines have published."""

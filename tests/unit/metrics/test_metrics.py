@@ -13,13 +13,12 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import EngineRecord, StepRecord
 from pipelinerl.metrics.statistics import mean_metrics
-from pipelinerl.types import EngineProgress, VersionSpan
+from pipelinerl.types import VersionSpan
 from tests.unit.record_parts import answered, evaluation, step, write_records
 
 
 def test_records_survive_the_file_and_a_resumed_run_writes_on_after_a_torn_last_line(tmp_path: Path) -> None:
-    engine = EngineRecord.of(EngineProgress(version=1, in_progress=3, tokens_generated=90, pauses_s=(0.2, 0.1)), 45.0)
-    assert engine.update_pause_s == 0.1
+    engine = EngineRecord(version=1, in_progress=3, tokens_generated=90, tokens_per_s=45.0)
     records = [step(1, reward_mean=0.25, dropped={"stale": 2}), step(2, engine=engine)]
     write_records(tmp_path, *records, step(3, loss=math.nan, grad_norm=math.inf))
     with (tmp_path / "metrics.jsonl").open("ab") as file:

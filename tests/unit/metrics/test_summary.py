@@ -21,13 +21,6 @@ from pipelinerl.report.terminal import final_table, sample_before_after
 from pipelinerl.types import ActorProgress, EngineProgress, Progress, StageStatus, TrainerProgress, WeightTransfer
 from tests.unit.record_parts import answered, evaluation, status, statuses_of, step
 
-KEYS = {
-    *("schedule", "wall_s", "optimizer_steps", "samples_trained", "tokens_generated", "tokens_trained"),
-    *("reward_first", "reward_last", "eval_reward_before", "eval_reward_after", "ess_mean", "ess_min"),
-    *("lag_mean", "lag_max", "weight_updates", "update_pause_s_p50", "update_pause_s_p99"),
-    *("engine_busy_fraction", "trainer_busy_fraction", "rollouts_started", "rollouts_trained"),
-    *("rollouts_dropped", "rollouts_queued", "rollouts_in_progress"),
-}
 CONFIG = RunConfig(seed=3, model=ModelConfig(path="some/model"), environment=EnvironmentConfig(kind="gcd"))
 ENGINE = EngineProgress(
     version=8, tokens_generated=5000, busy_s=45.0, ready_s=50.0, weight_updates=8, pauses_s=(0.001, 0.002, 0.003, 0.104)
@@ -109,9 +102,9 @@ def test_steps_of_low_ess_are_counted_and_marked() -> None:
     assert "ESS │ mean 0.497, min 0.100; below 0.5 in 2 steps, first in step 2 │" in table_of(summary)
 
 
-def test_the_keys_that_tools_rely_on_are_always_there() -> None:
+def test_all_keys_are_always_there() -> None:
     empty = summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: the model can't be loaded")
-    assert set(empty) == set(whole_run()) > KEYS
+    assert set(empty) == set(whole_run())
     for key in ("reward_first", "ess_min", "lag_max", "tokens_per_s", "eval_after_lengths", "rollouts_started"):
         assert empty[key] is None, key
     assert "model can't be loaded" in as_text(final_table(empty))

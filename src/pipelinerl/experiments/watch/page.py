@@ -52,12 +52,6 @@ MOST_TOKENS = 1200
 MOST_CHARACTERS = 2000
 
 
-class _Settings(msgspec.Struct):
-    """What is read of a line of `sessions.jsonl`: the configuration, without secrets."""
-
-    config: dict[str, Any] = {}
-
-
 @dataclass
 class PageState:
     """What a page has of a run: points of the curves, and the other parts as they were sent last."""
@@ -94,7 +88,7 @@ class WatchedRun:
         self._tail = Tail(run.metrics, StepRecord)
         self._evaluation_tail = Tail(run.evaluations, EvaluationRecord)
         self._group_tail = Tail(run.recorded, Group, newest=True)
-        self._session_tail = Tail(run.sessions, _Settings, newest=True)
+        self._session_tail = Tail(run.sessions, dict[str, Any], newest=True)
         self._timelines: dict[Path, Tail[TimelineRecord]] = {}
 
     def look(self, *, at_once: bool = False) -> None:
@@ -107,7 +101,7 @@ class WatchedRun:
             self._state, self._message = "gone", f"there is no run in {self.root} any more"
             return
         for session in self._session_tail.look():
-            self._parts["settings"] = session.config
+            self._parts["settings"] = session.get("config", {})
         self._look_at_evaluations_and_steps()
         self._look_at_load()
         if now - self._groups_s >= GROUPS_EVERY_S and self._config is not None:
@@ -404,20 +398,20 @@ def report_page(run_dirs: Sequence[Path]) -> str:
 def _in_one_file(data: str) -> str:
     """The page with its styles, scripts and data in it. Its content security policy allows no other script."""
     assets = importlib.resources.files("pipelinerl") / "assets" / "watch"
+    digests = []
+
+    def inline(loaded: re.Match[str]) -> str:
+        text = (assets / loaded[1]).read_text(encoding="utf-8")
+        if loaded[1].endswith(".css"):
+            return f"<style>{text}</style>"
+        digests.append(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'")
+        return f"<script>{text}</script>"
+
     html = (assets / "index.html").read_text(encoding="utf-8")
-    loaded = r'<(?:link rel="stylesheet" href|script src)="(.*?)".*>\n'
-    parts = {name: (assets / name).read_text(encoding="utf-8") for name in re.findall(loaded, html)}
-    scripts = [text for name, text in parts.items() if name.endswith(".js")]
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    html = html.replace("</main>", f'</main>\n<script type="application/json" id="data">{data}</script>')
+    html = re.sub(r'<(?:link rel="stylesheet" href|script src)="(.*?)">(?:</script>)?', inline, html)
     policy = (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        f"default-src 'none'; script-src {' '.join(digests)}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
-    head = f'<meta http-equiv="content-security-policy" content="{policy}">\n' + "".join(
-        f"<style>{text}</style>\n" for name, text in parts.items() if name.endswith(".css")
-    )
-    body = f'<script type="application/json" id="data">{data}</script>\n' + "".join(
-        f"<script>{text}</script>\n" for text in scripts
-    )
-    return re.sub(loaded, "", html).replace("</head>", f"{head}</head>").replace("</body>", f"{body}</body>")
+    return html.replace("<head>", f'<head>\n<meta http-equiv="content-security-policy" content="{policy}">')
