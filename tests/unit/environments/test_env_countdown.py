@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from itertools import permutations
 
@@ -25,10 +26,6 @@ def test_anything_else_is_no_expression(text):
     assert read_expression(text) is None
 
 
-def _words(text):
-    return text.replace("(", " ( ").replace(")", " ) ").split()
-
-
 @given(st.recursive(
     st.integers(0, 99).map(str),
     lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda it: f"({it[0]} {it[1]} {it[2]})"),
@@ -37,9 +34,8 @@ def _words(text):
 def test_the_value_is_the_one_that_python_finds(text):
     found = read_expression(text)
     assert found is not None
-    as_fractions = "".join(f"Fraction({word})" if word.isdigit() else word for word in _words(text))
     try:
-        expected = eval(as_fractions, {"Fraction": Fraction})  # noqa: S307 - made above
+        expected = eval(re.sub(r"(\d+)", r"Fraction(\1)", text), {"Fraction": Fraction})  # noqa: S307 - made above
     except ZeroDivisionError:
         expected = None
     assert found.value == expected
@@ -72,35 +68,26 @@ def test_rewards(text, reward):
 
 
 def test_every_problem_can_be_solved_and_none_is_trivial():
-    environment = make_environment("countdown", {"numbers": 3, "highest": 20}, TOKENIZER, 5)
-    for index in range(60):
-        numbers, target = (environment.problem(index).payload[key] for key in ("numbers", "target"))
+    environment = make_environment("countdown", {"numbers": 3, "highest": 20, "format_reward": 0.2}, TOKENIZER, 5)
+    for problem in map(environment.problem, range(60)):
+        numbers, target = problem.payload["numbers"], problem.payload["target"]
         assert len(numbers) == 3
         assert all(1 <= number <= 20 for number in numbers)
         assert target not in numbers
         assert 1 <= target <= 100
-        assert _solvable(numbers, target)
-
-
-def _solvable(numbers, target):
-    shapes = ("({0}{3}{1}){4}{2}", "{0}{3}({1}{4}{2})")
-    return any(
-        (found := read_expression(shape.format(*order, one, two))) is not None and found.value == target
-        for order in permutations(numbers)
-        for one in "+-*/"
-        for two in "+-*/"
-        for shape in shapes
-    )
-
-
-def test_a_rollout(tmp_path):
-    environment = make_environment("countdown", {"format_reward": 0.2, "text": "{question}!"}, TOKENIZER, 0)
-    problem = environment.problem(0)
-    wrong = rollout(environment, problem, f"\\boxed{{{problem.payload['numbers'][0]}}}")
+        made = [
+            shape.format(*order, one, two)
+            for order in permutations(numbers)
+            for one in "+-*/"
+            for two in "+-*/"
+            for shape in ("({0}{3}{1}){4}{2}", "{0}{3}({1}{4}{2})")
+        ]
+        assert target in {found.value for found in map(read_expression, made) if found is not None}
+    wrong = rollout(environment, problem, f"\\boxed{{{numbers[0]}}}")
     assert wrong.reward == 0.2
     prompt = TOKENIZER.decode(wrong.turns[0].prompt_ids)
-    assert prompt.startswith(f"Use the numbers {problem.payload['numbers'][0]}, ")
-    assert f" to make {problem.payload['target']}. " in prompt
+    assert prompt.startswith(f"Use the numbers {numbers[0]}, ")
+    assert f" to make {target}. " in prompt
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ def one_problem(tmp_path, answer="42", **arguments):
 # ------------------------------------------------------------------------------------------------------- data
 
 
+NO_ANSWERS = ("", "####", "two\nlines", "long " * 100, True, None, ["4"])
+
+
 @pytest.mark.parametrize(
     ("given", "final"),
     [
@@ -47,13 +50,7 @@ def one_problem(tmp_path, answer="42", **arguments):
         ("073", "073"),
         (25, "25"),
         (2.5, "2.5"),
-        ("", None),
-        ("####", None),
-        ("two\nlines", None),
-        ("long " * 100, None),
-        (True, None),
-        (None, None),
-        (["4"], None),
+        *((given, None) for given in NO_ANSWERS),
     ],
 )
 def test_the_final_answer_within_a_given_one(given, final):
@@ -76,14 +73,30 @@ def test_the_final_answer_within_a_given_one(given, final):
     ],
 )
 def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
-    path = write(tmp_path / "train.jsonl", ["", row])
+    """A held-out file wins over the training files."""
+    path = write(tmp_path / "train.jsonl", ["", row, json.dumps(row).replace("Why?", "Who?")])
     held_out = write(tmp_path / "h.jsonl", [json.dumps(row).replace("Why?", "Who?")])
-    environment = make_environment(
-        "math", {"path": path, "held_out_path": held_out, "judge": "numbers", **arguments}, TOKENIZER, 0
-    )
-    assert environment.problem(0).id == "train/2"
+    arguments = {"path": [path], "held_out_path": held_out, "judge": "numbers", **arguments}
+    environment = make_environment("math", arguments, TOKENIZER, 0)
+    assert [environment.problem(index).id for index in range(2)] == ["train/2"] * 2
     assert environment.problem(0).payload == {"question": "Why?", "answer": answer}
-    assert [problem.payload["question"] for problem in environment.held_out(9)] == ["Who?"]
+    assert [(problem.id, problem.payload["question"]) for problem in environment.held_out(9)] == [("h/1", "Who?")]
+
+
+def test_the_split_is_a_tenth_and_does_not_depend_on_the_order_of_the_file(tmp_path):
+    rows = [{"question": f"How much is {n} + 1?", "answer": f"We add.\n#### {n + 1:,}"} for n in range(200)]
+    made = [
+        make_environment("math", {"judge": "numbers", "path": write(tmp_path / "p.jsonl", rows[::step])}, TOKENIZER, step)
+        for step in (1, -1)
+    ]
+    held_out, other = ({problem.payload["question"] for problem in one.held_out(1000)} for one in made)
+    assert 5 < len(held_out) < 40
+    assert held_out == other
+    trained = [made[0].problem(index).payload["question"] for index in range(200 - len(held_out))]
+    assert sorted([*trained, *held_out]) == sorted(row["question"] for row in rows)
+
+
+WHO = {"problem": "Who?", "answer": 1}
 
 
 @pytest.mark.parametrize(
@@ -103,27 +116,16 @@ def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
         ({"problem": "Why?", "answer": [4]}, {}, r"p\.jsonl:2: `answer` has no final answer: .* it is \[4\]"),
         ({"problem": "Why?", "solution": "words " * 99}, {}, r"p\.jsonl:2: `solution` has no final answer"),
         ({"problem": "Why?", "answer": "x+1"}, {}, r"p\.jsonl:2: 'x\+1' is not a number, but `judge` is `numbers`"),
+        (WHO, {"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
+        (WHO, {"chat": True}, "no chat template"),
+        (WHO, {"text": "no place"}, "must have {question}"),
+        (WHO, {"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
+        (WHO, {"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, row, arguments, complaint):
-    path = write(tmp_path / "p.jsonl", [{"problem": "Who?", "answer": 1}, row])
+def test_a_malformed_line_or_argument_is_named(tmp_path, row, arguments, complaint):
+    path = write(tmp_path / "p.jsonl", [WHO, row])
     with one_line(EnvironmentSetupError, match=complaint):
-        make_environment("math", {"path": path, "judge": "numbers", **arguments}, TOKENIZER, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
-        ({"chat": True}, "no chat template"),
-        ({"text": "no place"}, "must have {question}"),
-        ({"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
-        ({"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),
-    ],
-)
-def test_arguments_that_can_not_be_used(tmp_path, arguments, complaint):
-    path = write(tmp_path / "p.jsonl", [{"problem": f"{n}?", "answer": n} for n in range(3)])
-    with pytest.raises(EnvironmentSetupError, match=complaint):
         make_environment("math", {"path": path, "judge": "numbers", **arguments}, TOKENIZER, 0)
 
 
@@ -146,15 +148,11 @@ def test_the_length_penalty_is_linear_at_the_end_only():
 def test_rewards_and_metrics_of_a_rollout(tmp_path):
     environment, problem = one_problem(tmp_path, format_reward=0.1, text="P: {question}")
     right = rollout(environment, problem, r"it is \boxed{42}, not 5")
-    assert right.reward == 1
     assert right.metrics == {"right": 1, "boxed": 1, "judge_failed": 0, "length_penalty": 0}
-    assert rollout(environment, problem, "it is 42").metrics["boxed"] == 0
-    assert rollout(environment, problem, "it is 42").reward == 1
-    assert rollout(environment, problem, r"\boxed{41}").reward == 0.1
-    assert rollout(environment, problem, "#### 41").reward == 0.1
-    assert rollout(environment, problem, "41").reward == 0
-    assert rollout(environment, problem, "").reward == 0
     assert TOKENIZER.decode(right.turns[0].prompt_ids) == "P: What is it?"
+    assert rollout(environment, problem, "it is 42").metrics["boxed"] == 0
+    rewards = {r"\boxed{42}": 1, "it is 42": 1, r"\boxed{41}": 0.1, "#### 41": 0.1, "#### no": 0, "41": 0, "": 0}
+    assert {text: rollout(environment, problem, text).reward for text in rewards} == rewards
 
 
 def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
@@ -164,8 +162,7 @@ def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
     assert client.limits == [20]
     assert rollout(environment, problem, "42").reward == 1
     late = rollout(environment, problem, "......" + "it is 42.")  # 15 tokens and the stop token
-    assert late.metrics["length_penalty"] == pytest.approx(-0.3)
-    assert late.reward == pytest.approx(0.7)
+    assert (late.metrics["length_penalty"], late.reward) == pytest.approx((-0.3, 0.7))
     assert rollout(environment, problem, "42", finish_reason="length").reward == pytest.approx(0.5)
 
 

@@ -29,24 +29,18 @@ class ChatTokenizer(CharTokenizer):
 # ------------------------------------------------------------------------------------------------------ gcd
 
 
-def full_answer(task):
-    a, b, cells = task.a, task.b, []
-    while a != b:
-        a, b = subtract_once(a, b)
-        cells.append(f"{a:02d},{b:02d}")
-    return ";".join(cells) + f">{task.answer:02d}"
-
-
 def test_gcd_rewards_the_right_result():
     environment = make_environment("gcd", {}, TOKENIZER, 0)
-    for index in range(20):
-        problem = environment.problem(index)
+    for problem in map(environment.problem, range(20)):
         task = GcdProblem(**problem.payload)
-        good, client = play(environment, problem, full_answer(task))
-        assert good.reward == 1.0
+        a, b, cells = task.a, task.b, []
+        while a != b:
+            a, b = subtract_once(a, b)
+            cells.append(f"{a:02d},{b:02d}")
+        good, client = play(environment, problem, ";".join(cells) + f">{task.answer:02d}")
         assert TOKENIZER.decode(client.prompts[0]) == f"{task.a:02d},{task.b:02d}:"
         bad, _ = play(environment, problem, f">{task.answer + 1:02d}")
-        assert bad.reward == 0.0
+        assert (good.reward, bad.reward) == (1.0, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------- prompts
@@ -92,31 +86,44 @@ def test_text_is_decoded_as_the_tokenizer_says():
 # -------------------------------------------------------------------------------------------- one's own task
 
 OWN = """
-from dataclasses import dataclass
-from pipelinerl.config.load import load_config
-from pipelinerl.config.schema import ModelConfig
+import asyncio
+from typing import Annotated
+from pydantic import Field
 from pipelinerl.environments import SingleTurn
+from pipelinerl.environments.options import Options
+from pipelinerl.environments.single_turn import JudgedTurn, Judgement
 from pipelinerl.types import Problem
-
-@dataclass
-class Word:
-    text: str
 
 class Shout(SingleTurn):
     def __init__(self, tokenizer, seed, *, word="hey", times: int = 1):
         super().__init__(tokenizer, seed)
         if times < 1:
             raise ValueError("times must be positive")
-        self.word = Word(word * times)
+        self.word = word * times
 
     def problem(self, index):
         return Problem(id=str(index), payload={})
 
     def prompt(self, problem):
-        return self.word.text
+        return self.word
 
     def reward(self, problem, text):
         return text.isupper()
+
+class ShortOptions(Options, frozen=True):
+    most: Annotated[int, Field(ge=1)] = 3
+
+class Short(JudgedTurn):
+    Options = ShortOptions
+    problem, prompt = Shout.problem, lambda self, problem: "say"
+
+    def __init__(self, tokenizer, seed, **args):
+        super().__init__(tokenizer, seed)
+        self.most = ShortOptions.read(args).most
+
+    async def judge(self, problem, turn):
+        await asyncio.sleep(0)
+        return Judgement(float(len(turn.text) <= self.most), {"tokens": len(turn.completion.token_ids)})
 
 class Silent(SingleTurn):
     def problem(self, index):
@@ -125,9 +132,6 @@ class Silent(SingleTurn):
 class NoEnvironment:
     pass
 
-class NotAsync(Shout):
-    def rollout(self, problem, client):
-        return None
 """
 
 
@@ -141,51 +145,16 @@ def own(tmp_path):
 def test_a_class_in_a_file(own):
     environment = make_environment(f"{own}:Shout", {"word": "ab", "times": 2}, TOKENIZER, 7)
     rollout, client = play(environment, environment.problem(0), "HEY")
-    assert rollout.reward == 1.0
-    assert rollout.turns[0].text == "HEY"
+    assert (rollout.reward, rollout.turns[0].text) == (1.0, "HEY")
     assert client.prompts == [tuple(b"abab")]
     assert environment.seed == 7
     assert environment.held_out(5) == ()
 
 
-JUDGED = """
-import asyncio
-from typing import Annotated
-from pydantic import Field
-from pipelinerl.environments.options import Options
-from pipelinerl.environments.single_turn import JudgedTurn, Judgement
-from pipelinerl.types import Problem
-
-class ShortOptions(Options, frozen=True):
-    most: Annotated[int, Field(ge=1)] = 3
-
-class Short(JudgedTurn):
-    Options = ShortOptions
-
-    def __init__(self, tokenizer, seed, **args):
-        super().__init__(tokenizer, seed)
-        self.most = ShortOptions.read(args).most
-
-    def problem(self, index):
-        return Problem(id=str(index), payload={})
-
-    def prompt(self, problem):
-        return "say"
-
-    async def judge(self, problem, turn):
-        await asyncio.sleep(0)
-        return Judgement(float(len(turn.text) <= self.most), {"tokens": len(turn.completion.token_ids)})
-"""
-
-
-def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(tmp_path):
-    path = tmp_path / "judged.py"
-    path.write_text(JUDGED)
-    environment = make_environment(f"{path}:Short", {"most": 2}, TOKENIZER, 0)
+def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(own):
+    environment = make_environment(f"{own}:Short", {"most": 2}, TOKENIZER, 0)
     outcomes = [play(environment, environment.problem(0), text)[0] for text in ("no", "yes")]
     assert [(outcome.reward, outcome.metrics) for outcome in outcomes] == [(1.0, {"tokens": 3}), (0.0, {"tokens": 4})]
-    with one_line(EnvironmentSetupError, "environment.args.most: 0 is not allowed here; this takes a whole number >= 1"):
-        make_environment(f"{path}:Short", {"most": 0}, TOKENIZER, 0)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +174,8 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(tm
             {"wrod": "x"},
             "unexpected keyword argument 'wrod'; after `tokenizer` and `seed` it takes word, times",
         ),
-        ("{own}:Shout", {"times": 0}, "can't be built: own.py, line 16: ValueError: times must be positive"),
+        ("{own}:Shout", {"times": 0}, "can't be built: own.py, line 14: ValueError: times must be positive"),
+        ("{own}:Short", {"most": 0}, "environment.args.most: 0 is not allowed here; this takes a whole number >= 1"),
         ("countdown", {"higest": 20}, "did you mean `highest`?"),
         ("gcd", {"digits": 3}, "it takes nothing"),
         ("calculator", {}, "Calculator needs a chat model"),

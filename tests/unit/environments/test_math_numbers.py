@@ -1,24 +1,14 @@
-"""Maths problems whose answers are numbers: the verifier of numbers, and `judge: numbers`."""
+"""Numbers in texts: which one is the answer, and its exact value."""
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.environments import make_environment
 from pipelinerl.environments.tasks.numbers import answer_in, number_of
-from tests.unit.environments.env_client import TOKENIZER
-
-
-def maths(seed=0, **args):
-    return make_environment("math", {"judge": "numbers", **args}, TOKENIZER, seed)
-
-
-# ------------------------------------------------------------------------------------------------- numbers
 
 
 @pytest.mark.parametrize(
@@ -67,16 +57,8 @@ def test_the_answer_of_a_text(text, value):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("42", 42),
-        (" $1,200. ", 1200),
-        ("-3/4", Fraction(-3, 4)),
-        ("18 dollars", 18),
-        ("50%", 50),
-        ("a 42", None),
-        ("1 or 2", None),
-        ("", None),
-    ],
+    [("42", 42), (" $1,200. ", 1200), ("-3/4", Fraction(-3, 4)), ("18 dollars", 18), ("50%", 50)]
+    + [(text, None) for text in ("a 42", "1 or 2", "")],
 )
 def test_a_text_that_is_one_number(text, value):
     assert number_of(text) == value
@@ -100,34 +82,3 @@ def test_no_text_breaks_it_and_the_place_of_an_answer_is_marked_or_not(text):
     answer_in(text)
     number_of(text)
     assert [answer_in(text)[1] for text in ("so it is 7\n#### 7", r"\boxed{7}", "it is 7")] == [True, True, False]
-
-
-# -------------------------------------------------------------------------------------------------- problems
-
-
-def write(path, rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
-
-
-def questions(count, first=0):
-    return [{"question": f"How much is {n} + 1?", "answer": f"We add.\n#### {n + 1:,}"} for n in range(first, first + count)]
-
-
-def test_the_split_is_a_tenth_and_does_not_depend_on_the_order_of_the_file(tmp_path):
-    rows = questions(200)
-    path, reversed_path = write(tmp_path / "p.jsonl", rows), write(tmp_path / "r.jsonl", rows[::-1])
-    environment, other = maths(0, path=path), maths(1, path=reversed_path)
-    held_out = {problem.payload["question"] for problem in environment.held_out(1000)}
-    assert 5 < len(held_out) < 40
-    assert {problem.payload["question"] for problem in other.held_out(1000)} == held_out
-    trained = [environment.problem(index).payload["question"] for index in range(200 - len(held_out))]
-    assert sorted([*trained, *held_out]) == sorted(row["question"] for row in rows)
-
-
-def test_a_held_out_file_wins_over_the_training_file(tmp_path):
-    path = [write(tmp_path / "a.jsonl", questions(3)), write(tmp_path / "b.jsonl", questions(3, first=3))]
-    held_out = write(tmp_path / "h.jsonl", questions(2, first=2))
-    environment = maths(0, path=path, held_out_path=held_out)
-    assert [problem.id for problem in environment.held_out(9)] == ["h/1", "h/2"]
-    assert sorted(environment.problem(index).id for index in range(4)) == ["a/1", "a/2", "b/2", "b/3"]

@@ -1,4 +1,4 @@
-"""Tasks with tools: what the model is told, what its calls cost, and what comes of mistakes."""
+"""Tasks with tools: what the model is shown, what its calls cost, and what comes of mistakes."""
 
 from __future__ import annotations
 
@@ -42,19 +42,23 @@ def calculator() -> Calculator:
     return Calculator(TOKENIZER, 0)
 
 
+SUM = Problem(id="", payload={"expression": "(12 + 30) * 2", "value": 84})
+
+
 def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> None:
-    problem = Problem(id="", payload={"expression": "(12 + 30) * 2", "value": 84})
-    rollout, text = play(calculator, problem, calling("calculate", expression="(12 + 30) * 2"), "It is 84.")
+    rollout, text = play(calculator, SUM, calling("calculate", expression="(12 + 30) * 2"), "It is 84.")
     assert rollout.reward == 1.0
     assert "<|im_start|>tool\n84<|im_end|>" in text
     assert rollout.metrics["tool_calls"] == 1
     assert rollout.metrics["tool_errors"] == rollout.metrics["out_of_turns"] == rollout.metrics["new_segments"] == 0
-    wrong, _ = play(calculator, problem, "It is 85.")
+    wrong, _ = play(calculator, SUM, "It is 85.")
     assert wrong.reward == wrong.metrics["tool_calls"] == 0.0
+    for problem in (*map(calculator.problem, range(200)), *calculator.held_out(50)):
+        assert eval(problem.payload["expression"]) == problem.payload["value"]  # noqa: S307 - digits and operators
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "shown"),
     [
         (calling("calculate", expression="2 +"), "Error: '2 +' is not an expression"),
         (calling("calculate", expression="2 / (1 - 1)"), "Error: division by zero"),
@@ -63,9 +67,9 @@ def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> 
         (calling("search", query="2"), "Error: there is no tool 'search'; there are: calculate"),
     ],
 )
-def test_mistakes_of_the_model_are_told_to_it(calculator: Calculator, call: str, told: str) -> None:
-    rollout, text = play(calculator, calculator.problem(0), call, "I do not know.")
-    assert f"<|im_start|>tool\n{told}" in text
+def test_mistakes_of_the_model_are_shown_to_it(calculator: Calculator, call: str, shown: str) -> None:
+    rollout, text = play(calculator, SUM, call, "I do not know.")
+    assert f"<|im_start|>tool\n{shown}" in text
     assert rollout.metrics["tool_errors"] == 1
 
 
@@ -76,11 +80,6 @@ def test_turns_are_bounded() -> None:
     assert len(rollout.turns) == 2
     assert rollout.metrics["out_of_turns"] == 1
     assert rollout.metrics["tool_calls"] == 3
-
-
-def test_problems_have_the_value_of_their_expression(calculator: Calculator) -> None:
-    for problem in (*map(calculator.problem, range(200)), *calculator.held_out(50)):
-        assert eval(problem.payload["expression"]) == problem.payload["value"]  # noqa: S307 - digits and operators
 
 
 # ------------------------------------------------------------------------------------------------ a task of one's own
@@ -116,11 +115,9 @@ class Counting(ToolTask):
 
 def test_tools_may_have_a_state_and_several_may_be_called_at_once() -> None:
     for _ in range(2):
-        rollout, text = play(Counting(TOKENIZER, 0), Problem(id="", payload={}), calling("increase") * 2, "Done.")
+        rollout, text = play(Counting(TOKENIZER, 0), SUM, calling("increase") * 2, "Done.")
         assert rollout.reward == 2.0
-        assert '{"count":1}' in text
-        assert '{"count":2}' in text
-        assert '{"count":3}' not in text
+        assert [f'{{"count":{count}}}' in text for count in (1, 2, 3)] == [True, True, False]
 
 
 def test_results_that_leave_no_room_end_the_attempt_with_what_there_is() -> None:
@@ -139,8 +136,7 @@ def test_results_that_leave_no_room_end_the_attempt_with_what_there_is() -> None
         return "abcdefgh" * MAX_RESULT
 
     used = asyncio.run(use_tools(client, [{"role": "user", "content": "?"}], [tool_of(long)], max_turns=3))
-    assert used.metrics["out_of_context"] == 1
-    assert len(used.rollout(0.0).turns) == 1
+    assert (used.metrics["out_of_context"], len(used.rollout(0.0).turns)) == (1, 1)
     assert len(str(used.messages[-1]["content"])) < MAX_RESULT + 50
     with pytest.raises(PromptTooLongError):
         asyncio.run(use_tools(client, [{"role": "user", "content": "?" * MAX_RESULT}], [], max_turns=3))
@@ -204,7 +200,7 @@ def project(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True])
-def test_functions_of_a_file_are_tools_and_what_they_do_wrong_is_told_to_the_model(
+def test_functions_of_a_file_are_tools_and_what_they_do_wrong_is_shown_to_the_model(
     project: dict[str, Any], isolate: bool
 ) -> None:
     limits = {"isolate": True, "timeout_s": 1.0} if isolate else {}
@@ -219,17 +215,21 @@ def test_functions_of_a_file_are_tools_and_what_they_do_wrong_is_told_to_the_mod
         ("object", "Error: returned a object, which is not JSON"),
         ("x", "Error: mine.py, line 26: KeyError: 'x'"),
     )
-    for what, told in ended if isolate else (("x", "Error: KeyError: 'x'"),):
+    for what, shown in ended if isolate else (("x", "Error: KeyError: 'x'"),):
         rollout, text = play(environment, environment.problem(0), calling("fails", what=what), "It is 3.")
         assert rollout.reward == 1.0
-        assert f"<|im_start|>tool\n{told}" in text
+        assert f"<|im_start|>tool\n{shown}" in text
 
 
-def test_functions_that_cannot_be_described_or_told_apart(project: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["undescribed"], "can't describe the tool undescribed"),
+        (["waits"], "is `async def`; it must be a plain function"),
+        (["look_up", "look_up"], "two tools called 'look_up'"),
+    ],
+)
+def test_functions_that_cannot_be_described_or_told_apart(project: dict[str, Any], names: list[str], message: str) -> None:
     path = project["functions"][0].partition(":")[0]
-    with pytest.raises(EnvironmentSetupError, match="can't describe the tool undescribed"):
-        make_environment("tools", project | {"functions": f"{path}:undescribed"}, TOKENIZER, 0)
-    with pytest.raises(EnvironmentSetupError, match="is `async def`; it must be a plain function"):
-        make_environment("tools", project | {"functions": f"{path}:waits"}, TOKENIZER, 0)
-    with pytest.raises(EnvironmentSetupError, match="two tools called 'look_up'"):
-        make_environment("tools", project | {"functions": [f"{path}:look_up", f"{path}:look_up"]}, TOKENIZER, 0)
+    with pytest.raises(EnvironmentSetupError, match=message):
+        make_environment("tools", project | {"functions": [f"{path}:{name}" for name in names]}, TOKENIZER, 0)

@@ -59,13 +59,11 @@ def test_a_group_becomes_samples() -> None:
     prepared = Preprocessor(PreprocessConfig()).process(group(rollout("a", 1.0, turns=2), rollout("b", 0.0)))
     first, second = prepared.samples
     assert (first.id, first.group_index, first.reward, first.advantage, first.finished) == ("a", 9, 1.0, 0.5, True)
-    assert (second.id, second.advantage) == ("b", -0.5)
+    assert (second.id, second.advantage, second.reference_logprobs) == ("b", -0.5, None)
     assert [segment.token_ids for segment in first.segments] == [(100, 101, 0, 1, 2), (101, 101, 0, 1, 2)]
     assert first.versions == (4, 4, 4, 5, 5, 5)
     assert first.behaviour_logprobs == pytest.approx([-0.1, -0.2, -0.3] * 2)
-    assert first.reference_logprobs is None
-    assert prepared.dropped == {}
-    assert (prepared.index, prepared.ids) == (9, ("a", "b"))
+    assert (prepared.index, prepared.ids, prepared.dropped) == (9, ("a", "b"), {})
 
 
 SAME = (rollout("a", 0.1, 3), rollout("b", 0.1, 5), rollout("c", 0.1, 3))
@@ -116,11 +114,6 @@ def test_samples_carry_the_metrics_of_their_rollouts_and_older_streams_are_read(
         del sample["metrics"]
     older = msgspec.json.decode(msgspec.json.encode(fields), type=Prepared)
     assert [sample.metrics for sample in older.samples] == [{}, {}]
-
-
-def test_a_group_that_lost_all_its_attempts_gives_nothing() -> None:
-    prepared = Preprocessor(PreprocessConfig(), TableScorer()).process(group())
-    assert (prepared.samples, prepared.ids, prepared.dropped) == ((), (), {})
 
 
 ROLLOUTS = st.tuples(

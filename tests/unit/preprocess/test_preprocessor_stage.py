@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -37,14 +38,13 @@ PREPROCESSING, TRAINING = WorkerKind(reads="unprepared"), WorkerKind(reads="prep
 
 
 class Ends:
-    """Both ends of a stage, which read no more groups than there is room for, as the hub's."""
+    """Both ends of a stage, which read no more than two groups ahead of what is taken, as the hub's."""
 
-    def __init__(self, groups: Sequence[Group], capacity: int) -> None:
-        self._groups, self._capacity = deque(enumerate(groups)), capacity
-        self.passed_on = list[Prepared]()
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups, self.passed_on = deque(enumerate(groups)), list[Prepared]()
 
     def read(self, limit: int) -> list[tuple[int, Prepared]]:
-        room = min(limit, self._capacity - len(self.passed_on), len(self._groups))
+        room = min(limit, 2 - len(self.passed_on), len(self._groups))
         read = [self._groups.popleft() for _ in range(room)]
         return [(offset, PREPROCESSOR.process(group)) for offset, group in read]
 
@@ -52,39 +52,25 @@ class Ends:
         self.passed_on.append(prepared)
 
 
-def stage_over(groups: Sequence[Group], capacity: int = 2) -> tuple[PreprocessorStage, MemoryBoard, Ends]:
-    ends, board = Ends(groups, capacity), MemoryBoard()
-    return PreprocessorStage(cast(Any, ends), board=board), board, ends
-
-
-def said(board: MemoryBoard) -> tuple[str, str]:
-    status = board.read("preprocessor")
-    assert status is not None
-    return status.state, status.detail
-
-
 def test_groups_pass_in_order_as_they_would_be_prepared_by_the_trainer_while_there_is_room() -> None:
-    groups = [make_group(2), make_group(0), make_group(1)]
-    stage, board, ends = stage_over(groups)
+    groups, board = [make_group(2), make_group(0), make_group(1)], MemoryBoard()
+    stage = PreprocessorStage(cast(Any, ends := Ends(groups)), board=board)
     assert [stage.pump() for _ in range(3)] == [True, True, False]
     assert ends.passed_on == [PREPROCESSOR.process(group) for group in groups[:2]]
-    assert said(board) == ("waiting", "groups from the actor, or the trainer to read prepared groups")
+    status = cast(Any, board.read("preprocessor"))
+    assert (status.state, status.detail) == ("waiting", "groups from the actor, or the trainer to read prepared groups")
     ends.passed_on.clear()
     assert stage.pump()
 
 
-def test_an_error_is_on_the_board_and_raised() -> None:
-    stage, board, _ = stage_over([make_group(0, rewards=[float("nan")] * 3)])
-    with pytest.raises(RolloutError, match="group 0: reward nan"):
-        stage.run(lambda: False)
-    assert said(board) == ("failed", "RolloutError")
-
-
-def test_it_ends_when_told_to() -> None:
-    stage, board, _ = stage_over([make_group(0)])
-    turns = iter([False, False, True])
-    stage.run(lambda: next(turns))
-    assert said(board)[0] == "done"
+@pytest.mark.parametrize(("reward", "state", "detail"), [(1.0, "done", ""), (math.nan, "failed", "RolloutError")])
+def test_how_it_ended_is_on_the_board(reward: float, state: str, detail: str) -> None:
+    board, turns = MemoryBoard(), iter([False, False, True])
+    stage = PreprocessorStage(cast(Any, Ends([make_group(0, rewards=[reward] * 3)])), board=board)
+    with pytest.raises(RolloutError, match="group 0: reward nan") if detail else nullcontext():
+        stage.run(lambda: next(turns))
+    status = cast(Any, board.read("preprocessor"))
+    assert (status.state, status.detail) == (state, detail)
 
 
 class Run:
