@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,20 +135,20 @@ def field_of(row: Any, name: str) -> Any:
     return value
 
 
-def fields_of(row: Any) -> str:
-    """The names of a row's fields, for an error message."""
-    return (", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}") or "none"
-
-
 # ---- problems: read, split, and in an endless order
 
 Check = Callable[[dict[str, Any]], str | None]
 """Returns what is wrong with a row of a file; None if it can be used."""
 
 
+def canonical(value: Any) -> str:
+    """JSON, the same for equal values."""
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
 def by_payload(problem: Problem) -> str:
     """Identifies a problem by all that it contains."""
-    return msgspec.json.encode(problem.payload, order="deterministic").decode()
+    return canonical(problem.payload)
 
 
 class Split(NamedTuple):
@@ -167,35 +167,26 @@ class ProblemSet:
     """
 
     def __init__(self, parts: Split, name: str) -> None:
+        self.training_count = len(parts.training)  # the length of an epoch
         self._parts = parts
-        self.key = parts.key
         self._name = name
-        self._held_out = sorted(
-            parts.held_out, key=lambda problem: _digest(msgspec.json.encode(problem.payload, order="deterministic"))
-        )
+        self._held_out = sorted(parts.held_out, key=lambda problem: blake2b(by_payload(problem).encode()).digest())
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def problem(self, index: int) -> Problem:
-        epoch, place = divmod(index, len(self._parts.training))
+        epoch, place = divmod(index, self.training_count)
         return self._parts.training[self._order(epoch)[place]]
 
     def held_out(self, count: int) -> Sequence[Problem]:
         return self._held_out[:count]
 
-    def trains_on(self, problem: Problem) -> bool:
-        return self.key(problem) in self._training_keys
-
-    @cached_property
-    def _training_keys(self) -> set[str]:
-        return set(map(self.key, self._parts.training))
-
-    @property
-    def training_count(self) -> int:
-        """Number of training problems: the length of an epoch."""
-        return len(self._parts.training)
+    def trained_on(self, problems: Sequence[Problem]) -> list[str]:
+        """The ids of those of `problems` that are among the training problems."""
+        keys = set(map(self._parts.key, self._parts.training))
+        return [problem.id for problem in problems if self._parts.key(problem) in keys]
 
     def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self._parts.training)))
+        order = list(range(self.training_count))
         random.Random(f"{self._name}/{epoch}").shuffle(order)
         return order
 
@@ -252,11 +243,7 @@ def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str
 
     Problems with the same key are in the same part.
     """
-    keys = sorted({key(problem) for problem in problems}, key=lambda text: _digest(text.encode()))
+    keys = sorted({key(problem) for problem in problems}, key=lambda text: blake2b(text.encode()).digest())
     chosen = set(keys[: min(math.ceil(held_out * len(keys)), len(keys) - 1)])
     training = [problem for problem in problems if key(problem) not in chosen]
     return Split(training, [problem for problem in problems if key(problem) in chosen], key)
-
-
-def _digest(content: bytes) -> bytes:
-    return blake2b(content).digest()

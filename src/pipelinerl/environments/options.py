@@ -1,18 +1,7 @@
 """`environment.args`: each environment declares its arguments once, as a pydantic model, like the sections of a run file.
 
-    class CoinsOptions(Options):
-        count: Count = 3
-        \"""How many coins are tossed.\"""
-
-    class Coins(SingleTurn):
-        Options = CoinsOptions
-
-        def __init__(self, tokenizer: Tokenizer, seed: int, **args: Any) -> None:
-            super().__init__(tokenizer, seed)
-            self._count = CoinsOptions.read(args).count
-
 The names, types, ranges and defaults of the model are checked before a run starts. The docstrings of its fields are the
-documentation. A class with an ordinary constructor needs no model.
+documentation. A class with an ordinary constructor needs no model. `tasks/countdown.py` is an example.
 """
 
 from __future__ import annotations

@@ -92,21 +92,17 @@ class JudgedTurn(Task):
         """Judges the answer `turn.text`, which has no stop token."""
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        prompt_ids = self._encode(self.prompt(problem))
+        prompt = self.prompt(problem)
+        key = prompt if isinstance(prompt, str) else repr(prompt)
+        prompt_ids = self._prompt_ids.get(key)
+        if prompt_ids is None:  # encoding is the slowest step here, and the attempts of a group share a prompt
+            while len(self._prompt_ids) >= CACHED_PROMPTS:
+                del self._prompt_ids[next(iter(self._prompt_ids))]
+            prompt_ids = self._prompt_ids[key] = encode_prompt(self.tokenizer, prompt, self.template_options)
         completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=self._decode(completion.answer_ids))
         reward, metrics = await self.judge(problem, turn)
         return Rollout(turns=(turn,), reward=reward, metrics=dict(metrics))
-
-    def _encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """The prompt's ids, from a cache: encoding is the slowest step here, and the attempts of a group share a prompt."""
-        key = prompt if isinstance(prompt, str) else repr(prompt)
-        ids = self._prompt_ids.get(key)
-        if ids is None:
-            while len(self._prompt_ids) >= CACHED_PROMPTS:
-                del self._prompt_ids[next(iter(self._prompt_ids))]
-            ids = self._prompt_ids[key] = encode_prompt(self.tokenizer, prompt, self.template_options)
-        return ids
 
 
 class SingleTurn(JudgedTurn):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.tasks.countdown import score
 from pipelinerl.environments.tasks.numbers import read_expression
 from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.types import Problem
 from tests.unit.environments.env_client import TOKENIZER, rollout
 
 
@@ -64,7 +64,8 @@ def test_the_value_is_the_one_that_python_finds(text):
     ],
 )
 def test_rewards(text, reward):
-    assert score((3, 4, 5), 35, text, 0.1) == reward
+    problem = Problem(id="", payload={"numbers": (3, 4, 5), "target": 35})
+    assert make_environment("countdown", {}, TOKENIZER, 0).reward(problem, text) == reward
 
 
 def test_every_problem_can_be_solved_and_none_is_trivial():

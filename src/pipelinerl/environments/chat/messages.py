@@ -39,27 +39,20 @@ def parse_tool_calls(text: str) -> ParsedText:
     content: list[str] = []
     malformed = read = 0
     for block in _BLOCK.finditer(text):
-        call = _call(block[1])
-        if call is None:
+        try:
+            value = json.loads(block[1])
+        except (ValueError, RecursionError):
+            value = None
+        name, arguments = (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)
+        if not (name and isinstance(name, str) and isinstance(arguments, dict)):
             malformed += 1
             continue
-        calls.append(call)
+        calls.append(ToolCall(name, arguments))
         content.append(text[read : block.start()])
         read = block.end()
     content.append(text[read:])
     whole = "".join(content)
     return ParsedText(whole.strip() if calls else whole, tuple(calls), malformed)
-
-
-def _call(written: str) -> ToolCall | None:
-    try:
-        value = json.loads(written)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    name, arguments = value.get("name"), value.get("arguments", {})
-    return ToolCall(name, arguments) if name and isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 ChatMessage = Mapping[str, Any]

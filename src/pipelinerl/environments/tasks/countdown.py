@@ -77,7 +77,16 @@ class Countdown(QuestionTask, SingleTurn):
         return self.ask(QUESTION.replace("{numbers}", numbers).replace("{target}", str(problem.payload["target"])))
 
     def reward(self, problem: Problem, text: str) -> float:
-        return score(problem.payload["numbers"], problem.payload["target"], text, self._options.format_reward)
+        r"""1 if the answer has the target's value, `format_reward` if it only uses the given numbers, else 0.
+
+        The answer is the expression in the last `<answer>`, else in the last `\boxed{}`, else in the last line, up to `=`.
+        """
+        tagged, boxed, lines = _TAGGED.findall(text), last_boxed(text), text.strip().splitlines()
+        answer = tagged[-1] if tagged else boxed if boxed is not None else lines[-1] if lines else ""
+        expression = read_expression(answer.partition("=")[0].strip().strip("$.").strip())
+        if expression is None or Counter(expression.numbers) - Counter(problem.payload["numbers"]):
+            return 0.0
+        return 1.0 if expression.value == problem.payload["target"] else self._options.format_reward
 
     def _draw(self, name: str, held_out: bool, tries: int) -> Problem:
         """A problem with a solution that uses all of its numbers. Equal problems have equal ids."""
@@ -110,16 +119,3 @@ def _reachable(rng: random.Random, numbers: Sequence[int], highest: int) -> int 
             return None
         left.append(made[rng.choice(possible)])
     return left[0]
-
-
-def score(numbers: Sequence[int], target: int, text: str, format_reward: float) -> float:
-    r"""1 if the answer has the target's value, `format_reward` if it only uses the given numbers, else 0.
-
-    The answer is the expression in the last `<answer>`, else in the last `\boxed{}`, else in the last line; up to an `=`.
-    """
-    tagged, boxed, lines = _TAGGED.findall(text), last_boxed(text), text.strip().splitlines()
-    answer = tagged[-1] if tagged else boxed if boxed is not None else lines[-1] if lines else ""
-    expression = read_expression(answer.partition("=")[0].strip().strip("$.").strip())
-    if expression is None or Counter(expression.numbers) - Counter(numbers):
-        return 0.0
-    return 1.0 if expression.value == target else format_reward

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from pipelinerl.config.schema import Count, Natural, NotNegative, Positive, ShareBelowOne
-from pipelinerl.environments.data import ProblemSet, Split, field_of, fields_of, read_problems, without
+from pipelinerl.environments.data import ProblemSet, Split, field_of, read_problems, without
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import Judgement, is_held_out
@@ -198,7 +198,8 @@ def _find_field(row: Any, place: str, option: str, name: str | None, usual: Sequ
         except KeyError:
             continue
     wanted = f"`{name}`" if name else " or ".join(f"`{one}`" for one in usual)
-    raise EnvironmentSetupError(f"{place} has no field {wanted} (it has: {fields_of(row)}); set environment.args.{option}")
+    has = (", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}") or "none"
+    raise EnvironmentSetupError(f"{place} has no field {wanted} (it has: {has}); set environment.args.{option}")
 
 
 def _short(value: Any) -> str:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from pipelinerl.config.schema import ShareBelowOne
 from pipelinerl.environments.chat.tool_use import require_chat
-from pipelinerl.environments.data import ProblemSet, split, without
+from pipelinerl.environments.data import ProblemSet, canonical, split, without
 from pipelinerl.environments.options import Arguments, Options
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.errors import EnvironmentSetupError
@@ -76,5 +74,4 @@ class Verifiers(ProblemSet):
 
 
 def _key(problem: Problem) -> str:
-    row = [problem.payload.get(field) for field in SAME_PROBLEM]
-    return msgspec.json.encode(row, order="deterministic").decode()
+    return canonical([problem.payload.get(field) for field in SAME_PROBLEM])

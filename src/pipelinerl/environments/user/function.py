@@ -19,7 +19,7 @@ from pydantic import Field
 
 from pipelinerl.config.schema import Count, Natural, Positive, ShareBelowOne
 from pipelinerl.environments.chat.tool_use import ToolError, require_chat, tool_of, use_tools
-from pipelinerl.environments.data import ProblemSet, read_split
+from pipelinerl.environments.data import ProblemSet, canonical, read_split
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask, listed
 from pipelinerl.environments.prompts import Message, with_system, wrong_chat
 from pipelinerl.environments.single_turn import Judgement
@@ -226,8 +226,7 @@ class Function(ProblemSet, QuestionTask):
 
     def _key(self, problem: Problem) -> str:
         """Identifies a problem: its prompt, or the whole example if a function makes the prompt."""
-        what = problem.payload[self._field] if self._field else problem.payload
-        return msgspec.json.encode(what, order="deterministic").decode()
+        return canonical(problem.payload[self._field] if self._field else problem.payload)
 
 
 # ---- user functions as tools

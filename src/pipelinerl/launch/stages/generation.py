@@ -288,7 +288,7 @@ def held_out_sets(
         problems = held_out_problems(made[name], wanted)
         if not problems:
             raise EnvironmentSetupError(f"{where}: it has no held-out problems")
-        if isinstance(environment, ProblemSet) and (trained := [one.id for one in problems if environment.trains_on(one)]):
+        if isinstance(environment, ProblemSet) and (trained := environment.trained_on(problems)):
             raise EnvironmentSetupError(
                 f"{where}: {len(trained)} of its {len(problems)} problems are also training problems ({trained[0]}); hold "
                 "them out of environment.args.data"
