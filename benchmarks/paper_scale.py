@@ -27,8 +27,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import common
-from benchmarks.formulas import TAU, PaperWorkload, compare, h100, uniform
 from pipelinerl.experiments.planner.calibration import LengthDistribution
+from pipelinerl.experiments.planner.paper import TAU, PaperWorkload, compare, h100, uniform
 from pipelinerl.experiments.planner.scenario import Costs, DrawnWorkload, Scenario
 from pipelinerl.experiments.planner.simulate import RunPrediction, simulate
 from pipelinerl.report.curves import png_of

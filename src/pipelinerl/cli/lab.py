@@ -58,7 +58,7 @@ def add_to(commands: Commands) -> None:
     flag("-o", "--out", type=Path, metavar="DIR", help="a new folder for the results, the metrics and the last weights")
 
     text = (
-        "Comparisons and predictions of runs: compare, study, calibrate, simulate. "
+        "Comparisons and predictions of runs: compare, study, plan, calibrate, simulate. "
         "`pipelinerl lab NAME --help` has the flags of each."
     )
     commands.add("lab", text, run=run_lab)
@@ -101,6 +101,9 @@ def _add_laboratory(commands: Commands) -> None:
     flag("--seed", type=at_least(0), default=0, help="seed of sampling and resampling (default: 0)")
     flag("-o", "--out", type=Path, metavar="DIR", help="output folder (default: RUN_DIR/study)")
 
+    text = "Throughput against lag of PipelineRL and conventional RL in the paper's case study, from its formulas."
+    commands.add("lab plan", text, run=run_plan, keys=False)
+
     text = (
         "Measure how long the steps of a run (default: the demo) take on this machine, for `pipelinerl "
         "lab simulate`. Takes under a minute for the demo."
@@ -125,7 +128,7 @@ def _add_laboratory(commands: Commands) -> None:
 
 
 def run_lab(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
-    raise UserError("name a command: lab compare, study, calibrate or simulate")
+    raise UserError("name a command: lab compare, study, plan, calibrate or simulate")
 
 
 def run_sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -233,6 +236,12 @@ def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
         on_progress=say,
     )
     return write(write_study(study, out))
+
+
+def run_plan(_options: argparse.Namespace, _settings: Sequence[str]) -> int:
+    from pipelinerl.experiments.planner.paper import plan_text  # noqa: PLC0415 (loads numpy)
+
+    return write(plan_text())
 
 
 def run_calibrate(options: argparse.Namespace, settings: Sequence[str]) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from benchmarks import formulas as paper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.experiments.planner import paper
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.planner.scenario import (
     Costs,

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
-from benchmarks.formulas import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.cli import main
+from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
+from pipelinerl.experiments.planner.paper import (
     SEQUENCE_FLASHES,
     STEP_FLASHES,
     PaperWorkload,
@@ -17,10 +23,6 @@ from benchmarks.formulas import (
     pipeline_max_lag,
     uniform,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
 
@@ -120,3 +122,10 @@ def test_the_search_finds_the_papers_optimum() -> None:
     assert numbers == pytest.approx((192, 16.9, 17.08, 133, 1.57), rel=WITHIN)
     numbers = (theirs.generation_rate, theirs.training_rate, theirs.rate)
     assert numbers == pytest.approx((18.3, 26.02, 10.7), rel=WITHIN)
+
+
+def test_the_command_prints_the_case_study(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "plan"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " 133 " in line]
+    assert re.findall(r"[\d.]+", line) == ["133", "16.98", "193", "44", "10.74", "134", "1.58"]
+    assert main(["lab", "plan", "--trainer.batch_size", "48"]) == 2

@@ -1,7 +1,5 @@
 """The analytical model of arXiv 2509.19128, Appendix A, in the paper's notation, with the paper's case study.
 
-python -m benchmarks.formulas        # throughput by lag, as a table
-
 Times are in flashes (the time of one token's forward at peak FLOPs), and rates in sampled tokens per flash. `U(h)` is an
 accelerator's generation rate with h sequences in progress, `tau` the training time per sampled token.
 """
@@ -15,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import common
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.statistics import Floats, powers_of_two
+from pipelinerl.report import new_table, rendered
 
 MAX_LAG = 133
 TAU = 128 / 26.02
@@ -148,19 +146,17 @@ def compare(workload: PaperWorkload, max_lags: Sequence[int], most_slots: int = 
     return found
 
 
-COLUMNS = ("largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up")
-
-
-def main() -> None:
-    rows = []
-    for found in compare(PaperWorkload(), sorted({*powers_of_two(4 * MAX_LAG), MAX_LAG})):
+def plan_text() -> str:
+    """The case study as a table: throughput by lag."""
+    study = PaperWorkload()
+    title = f"N = {study.accelerators} H100, B = {study.batch_size}, lengths uniform up to {study.lengths.longest}: "
+    title += "tokens per flash"
+    caption = "A flash is the time of one token's forward at peak FLOPs. U(h) and tau are fitted to the paper's case study."
+    table = new_table(title, "largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up", caption=caption)
+    for found in compare(study, sorted({*powers_of_two(4 * MAX_LAG), MAX_LAG})):
         ours, theirs = found.pipeline, found.conventional
-        cells = (f"{ours.rate:.4g}", ours.slots, ours.generating, f"{found.speed_up:.2f}") if ours else (None,) * 4
-        row = dict(zip(("PipelineRL", "H", "I", "speed-up"), cells, strict=True))
-        row |= {"largest lag": found.max_lag, "conventional": f"{theirs.rate:.4g}", "G": theirs.steps_per_round}
-        rows.append({name: row[name] for name in COLUMNS})
-    print(common.markdown(rows))
-
-
-if __name__ == "__main__":
-    main()
+        cells = (f"{ours.rate:.4g}", f"{ours.slots}", f"{ours.generating}") if ours else ("-", "-", "-")
+        speed_up = f"{found.speed_up:.2f}x" if found.speed_up is not None else "-"
+        row = (f"{found.max_lag}", *cells, f"{theirs.rate:.4g}", f"{theirs.steps_per_round}", speed_up)
+        table.add_row(*row, style="bold" if found.max_lag == MAX_LAG else "")
+    return rendered(table)
