@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -43,19 +42,6 @@ def processes_of(run_dir: Path) -> dict[str, int]:
     return found
 
 
-class Target(Protocol):
-    """The run that faults are injected into. `pids` are those of its running processes, by role."""
-
-    run_dir: Path
-
-    @property
-    def links(self) -> Mapping[str, Proxy]: ...
-
-    def pids(self) -> dict[str, int]: ...
-
-    def sleep(self, time_s: float) -> None: ...
-
-
 Undo = Callable[[], None]
 
 
@@ -63,43 +49,30 @@ class NotInjectedError(Exception):
     """The place of a fault is not there now: the process has ended."""
 
 
-def inject(fault: Fault, target: Target) -> Undo:
-    """Inject it. Returns what ends or repairs it. Raises NotInjectedError."""
+def inject(fault: Fault, pids: Mapping[str, int], links: Mapping[str, Proxy]) -> Undo:
+    """Inject it into a run with these processes and connections. Returns what ends or repairs it. Raises NotInjectedError."""
+    if fault.kind in ("cut", "silence", "delay"):
+        return links[fault.place].disturb(fault)
+    if fault.kind == "disk":
+        return _limit(list(pids.values()), resource.RLIMIT_FSIZE, int(fault.amount**4 * 1e6))
+    if (pid := pids.get(fault.place)) is None:
+        raise NotInjectedError(f"there is no process {fault.place}")
     try:
         match fault.kind:
-            case "cut" | "silence" | "delay":
-                return target.links[fault.place].disturb(fault)
-            case "disk":
-                return _limit(list(target.pids().values()), resource.RLIMIT_FSIZE, int(fault.amount**4 * 1e6))
-            case _:
-                return _hurt(fault, target)
+            case "kill":
+                os.kill(pid, signal.SIGKILL)
+            case "stop":
+                os.kill(pid, signal.SIGSTOP)
+                return partial(_continue, pid)
+            case "slow":
+                return _slow(pid)
+            case "memory":
+                return _limit([pid], resource.RLIMIT_AS, _address_space(pid) + int(fault.amount**2 * 100e6))
+            case "weights":
+                _damage_weights(pid, fault.amount)
     except ProcessLookupError as error:
         raise NotInjectedError(f"the process {fault.place} has just ended") from error
-
-
-def _hurt(fault: Fault, target: Target) -> Undo:
-    """A fault of one process."""
-    pid = target.pids().get(fault.place)
-    if pid is None:
-        raise NotInjectedError(f"there is no process {fault.place}")
-    undo: Undo = _nothing
-    match fault.kind:
-        case "kill":
-            os.kill(pid, signal.SIGKILL)
-        case "stop":
-            os.kill(pid, signal.SIGSTOP)
-            undo = partial(_continue, pid)
-        case "slow":
-            undo = _slow(pid)
-        case "memory":
-            undo = _limit([pid], resource.RLIMIT_AS, _address_space(pid) + int(fault.amount**2 * 100e6))
-        case "weights":
-            _damage_weights(pid, fault.amount, target.sleep)
-    return undo
-
-
-def _nothing() -> None:
-    """Nothing ends: the fault was a moment."""
+    return lambda: None
 
 
 def _continue(pid: int) -> None:
@@ -150,7 +123,7 @@ def _address_space(pid: int) -> int:
     return pages * mmap.PAGESIZE
 
 
-def _damage_weights(pid: int, amount: float, sleep: Callable[[float], None]) -> None:
+def _damage_weights(pid: int, amount: float) -> None:
     """Flip a byte of weights that are published and not taken yet, while the engine that shall take them is stopped."""
     fds = [
         entry for entry in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(entry).startswith("/memfd:pipelinerl-weights")
@@ -163,15 +136,15 @@ def _damage_weights(pid: int, amount: float, sleep: Callable[[float], None]) -> 
             try:
                 tensor = max(mapped(file.fileno()).values(), key=lambda tensor: tensor.nbytes)
                 before = tensor.clone()
-                sleep(OFFER_S)
+                time.sleep(OFFER_S)
                 if not torch.equal(before, tensor):  # only what all engines have taken is overwritten
-                    sleep(OFFER_S)  # it may still be written
+                    time.sleep(OFFER_S)  # it may still be written
                     bytes_U8 = tensor.view(-1).view(torch.uint8)
                     bytes_U8[int(0.9 * amount * len(bytes_U8))] ^= 0x40
                     return
             finally:
                 _continue(pid)
-            sleep(OFFER_S)
+            time.sleep(OFFER_S)
     raise NotInjectedError("no weights waited for this engine")
 
 

@@ -241,7 +241,7 @@ def _command(arguments: Sequence[str], log: Path) -> ChildProcess:
 
 @dataclass
 class _Chaos:
-    """One run and its sessions. It is the `Target` of faults."""
+    """One run and its sessions."""
 
     request: Request
     config: RunConfig
@@ -297,20 +297,11 @@ class _Chaos:
                         counts[reason] = counts.get(reason, 0) + count
         return counts
 
-    # ---- the target of faults
-
     def pids(self) -> dict[str, int]:
         found = processes_of(self.run_dir)
         if self._launcher is not None and self._launcher.running:
             found[LAUNCHER] = self._launcher.pid
         return found
-
-    @property
-    def links(self) -> Mapping[str, Proxy]:
-        return self.around.links
-
-    def sleep(self, time_s: float) -> None:
-        time.sleep(time_s)
 
     # ---- sessions
 
@@ -411,7 +402,7 @@ class _Chaos:
         self.injected.append(one)
         self._before = self.pids()
         try:
-            undo = inject(fault, self)
+            undo = inject(fault, self._before, self.around.links)
         except NotInjectedError as error:
             one.effect, one.said = "not injected", str(error)
             return

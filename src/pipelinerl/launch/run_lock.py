@@ -82,7 +82,16 @@ def lock_run_directory(config: RunConfig, existing: Path | None) -> RunLock:
     lock = RunLock(run)
     try:
         if existing is None and run.config.exists():
-            _remove_failed_start(run)
+            trained = run.metrics.exists() and run.metrics.stat().st_size > 0
+            if trained or not run.plan.is_file():  # without a plan, config.yaml is not of a run
+                raise RunDirectoryError(
+                    f"{run.root} already has a run; continue it with --resume {run.root} or choose a --run_dir elsewhere"
+                )
+            for path in (*run.records(), *run.checkpoints.glob("step_*"), run.config):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
         run.make_folders()
     except BaseException:
         lock.close()
@@ -111,20 +120,6 @@ def keep_settings(config: RunConfig, run: RunDirectory) -> None:
     text = config_to_yaml(config).encode()
     if not run.config.exists() or run.config.read_bytes() != text:
         write_atomically(run.config, text, mode=0o600)
-
-
-def _remove_failed_start(run: RunDirectory) -> None:
-    """Remove the files of a run that took no optimizer step. Raises RunDirectoryError if it took any."""
-    trained = run.metrics.exists() and run.metrics.stat().st_size > 0
-    if trained or not run.plan.is_file():  # without a plan, config.yaml is not of a run
-        raise RunDirectoryError(
-            f"{run.root} already has a run; continue it with --resume {run.root} or choose a --run_dir elsewhere"
-        )
-    for path in (*run.records(), *run.checkpoints.glob("step_*"), run.config):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def fresh_directory(kind: str, schedule: str) -> Path:

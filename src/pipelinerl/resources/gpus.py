@@ -15,7 +15,7 @@ from pipelinerl.config.keys import spell
 from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig, Section
 from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.resources.machine import device_memory
+from pipelinerl.resources.machine import memory_of
 from pipelinerl.resources.memory import bytes_by, placed, predict, shape_of
 from pipelinerl.resources.placement import Node, place, roles_of
 from pipelinerl.resources.shape import ModelShape
@@ -58,7 +58,7 @@ def with_gpus(config: RunConfig, count: int) -> tuple[RunConfig, list[str]]:
         return config, []
     import torch  # noqa: PLC0415 - takes seconds
 
-    found = [memory for number in range(count) if (memory := device_memory(f"cuda:{number}")) is not None]
+    found = [memory for number in range(count) if (memory := memory_of(f"cuda:{number}")) is not None]
     gpus = [memory.free for memory in found]
     if not gpus or torch.cuda.device_count() < len(gpus):
         return config, []

@@ -92,16 +92,13 @@ def host_memory(root: Path = Path("/")) -> Memory:
 
 
 def memory_of(device: str) -> Memory | None:
-    """The memory of this machine for `cpu`, or of a CUDA device; None if it is not known."""
-    return host_memory() if device == "cpu" else device_memory(device)
-
-
-def device_memory(device: str) -> Memory | None:
-    """The memory of a CUDA device, given its torch name. None without a driver, or if the driver does not know the device.
+    """The memory of this machine for `cpu`, or of a CUDA device, given its torch name. None if the driver doesn't know it.
 
     This calls the driver directly: importing torch takes seconds, and both number devices in the same way. What is available
     is known to the library of nvidia-smi, which needs no context on the device.
     """
+    if device == "cpu":
+        return host_memory()
     driver, handle, total = _driver(), ctypes.c_int(), ctypes.c_size_t()
     if driver is None or driver.cuDeviceGet(ctypes.byref(handle), int(device.partition(":")[2] or 0)):
         return None

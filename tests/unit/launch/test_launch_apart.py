@@ -68,22 +68,29 @@ def generating(processes: int, threads: int | None = None, **sections: Any) -> R
 
 
 @pytest.mark.parametrize(
-    ("config", "cores", "expected", "generation"),
+    ("config", "cores", "expected", "generation", "yields"),
     [
-        (LOCAL, 8, Threads(4, 4), 4),
-        (RunConfig(engine=EngineConfig(kind="http")), 8, Threads(4, 4), 1),
-        (TWO_SERVERS, 8, Threads(1, 6), 1),
-        (TWO_SERVERS.model_copy(update={"schedule": TURNS}), 8, Threads(4, 8), 1),
-        (ATTACHED.model_copy(update={"schedule": TURNS}), 8, Threads(8, 8), 1),
-        (generating(2, schedule=TURNS), 8, Threads(4, 8), 4),
-        (generating(8, schedule=TURNS), 8, Threads(1, 8), 1),
-        (generating(1, schedule=TURNS), 8, Threads(8, 8), 8),
-        (generating(3), 8, Threads(1, 5), 1),
-        (generating(2), 1, Threads(1, 1), 1),
-        (generating(2, threads=3, trainer=TrainerConfig(threads=5)), 8, Threads(3, 5), 3),
+        (LOCAL, 8, Threads(4, 4), 4, False),
+        (RunConfig(engine=EngineConfig(kind="http")), 8, Threads(4, 4), 1, False),
+        (TWO_SERVERS, 8, Threads(1, 6), 1, False),
+        (TWO_SERVERS, 2, Threads(1, 1), 1, True),
+        (TWO_SERVERS.model_copy(update={"schedule": TURNS}), 8, Threads(4, 8), 1, False),
+        (ATTACHED, 1, Threads(1, 1), 1, False),
+        (ATTACHED.model_copy(update={"schedule": TURNS}), 8, Threads(8, 8), 1, False),
+        (generating(2, schedule=TURNS), 8, Threads(4, 8), 4, False),
+        (generating(2, schedule=TURNS), 2, Threads(1, 2), 1, False),  # it sleeps while the trainer computes
+        (generating(8, schedule=TURNS), 8, Threads(1, 8), 1, False),
+        (generating(1, schedule=TURNS), 8, Threads(8, 8), 8, False),
+        (generating(3), 8, Threads(1, 5), 1, False),
+        (generating(2), 2, Threads(1, 1), 1, True),
+        (generating(1), 1, Threads(1, 1), 1, True),
+        (RunConfig(engine=EngineConfig(processes=2, device="cuda")), 2, Threads(1, 1), 1, False),
+        (generating(2, threads=3, trainer=TrainerConfig(threads=5)), 8, Threads(3, 5), 3, False),
     ],
 )
-def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Threads, generation: int) -> None:
+def test_cores_go_to_what_computes_and_engines_yield_where_they_share_the_trainers(
+    config: RunConfig, cores: int, expected: Threads, generation: int, yields: bool
+) -> None:
     schedule = make_schedule(config)
     assert plan_threads(config, schedule, cores) == expected
     servers, workers = server_roles(config), worker_roles(config)
@@ -91,6 +98,7 @@ def test_cores_go_to_what_computes(config: RunConfig, cores: int, expected: Thre
     assert shares[workers[0]].threads == generation
     assert shares["training"].threads == expected.training
     assert all(shares[server].threads == expected.generation for server in servers)
+    assert any(share.yields for share in shares.values()) == yields
 
 
 @pytest.mark.parametrize("role", ["server-0", "generation-1", "training-rank-1", "preprocessing"])
@@ -102,22 +110,6 @@ def test_processes_that_generate_allocate_huge_pages(role: str, monkeypatch: pyt
     assert environment.get("GLIBC_TUNABLES") == ("glibc.malloc.hugetlb=1" if generates else None)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
     assert process_environment(role, 3).get("GLIBC_TUNABLES") == ("glibc.malloc.arena_max=2" if generates else None)
-
-
-@pytest.mark.parametrize(
-    ("config", "cores", "first"),
-    [
-        (TWO_SERVERS, 2, True),
-        (ATTACHED, 1, False),
-        (generating(2), 2, True),
-        (generating(1), 1, True),
-        (generating(2, schedule=TURNS), 2, False),  # it sleeps while the trainer computes
-        (RunConfig(engine=EngineConfig(processes=2, device="cuda")), 2, False),
-    ],
-)
-def test_engines_yield_to_the_trainer_only_where_they_share_its_cores(config: RunConfig, cores: int, first: bool) -> None:
-    shares = shares_of(config, make_schedule(config), [*server_roles(config), *worker_roles(config)], cores)
-    assert any(share.yields for share in shares.values()) == first
 
 
 def test_a_process_that_yields_has_a_low_priority_also_among_sessions() -> None:

@@ -184,7 +184,7 @@ def test_runs_that_stay_as_they_are(flags: list[str], expected: bool) -> None:
 def with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "usable_gpus", lambda: 2)
     monkeypatch.setattr("pipelinerl.resources.placement.usable_gpus", lambda: 2)
-    monkeypatch.setattr(gpus, "device_memory", lambda _: Memory(H100, None))
+    monkeypatch.setattr(gpus, "memory_of", lambda _: Memory(H100, None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("pipelinerl.models.device.require_device", lambda _: None)
 
@@ -194,7 +194,7 @@ def test_memory_that_other_processes_use_is_not_planned_for(monkeypatch: pytest.
     monkeypatch.setattr(gpus, "shape_of", lambda _: MODELS["1.5B"])
     config = load_config(os.devnull, REAL)
     alone, _ = gpus.with_gpus(config, 2)
-    monkeypatch.setattr(gpus, "device_memory", lambda device: Memory(H100, H100 if device == "cuda:1" else 48 * GB))
+    monkeypatch.setattr(gpus, "memory_of", lambda device: Memory(H100, H100 if device == "cuda:1" else 48 * GB))
     beside, lines = gpus.with_gpus(config, 2)
     assert lines[0].startswith("chosen for 2 GPUs with 48 GB free: ")
     assert (alone.trainer.gradient_checkpointing, beside.trainer.gradient_checkpointing) == (False, True)

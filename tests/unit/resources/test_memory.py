@@ -20,7 +20,7 @@ from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
 from pipelinerl.models.state import named_weights
 from pipelinerl.resources import memory
-from pipelinerl.resources.machine import Memory, device_memory, host_memory, usable_gpus
+from pipelinerl.resources.machine import Memory, host_memory, memory_of, usable_gpus
 from pipelinerl.resources.memory import (
     BETWEEN,
     MemoryCheck,
@@ -236,23 +236,6 @@ def test_each_choice_costs_or_saves_what_it_should(flags: str, role: str, use: s
     assert predicted(*(word.strip() for word in words))[role].get(use, 0) == size
 
 
-@pytest.mark.parametrize(
-    ("flags", "roles"),
-    [
-        (["--engine.processes=3"], {"generation-0", "generation-1", "generation-2", "training", BETWEEN}),
-        (
-            ["--engine.kind=http", "--engine.servers=2", "--weights.kind=collective"],
-            {"generation", "server-0", "server-1", "training"},
-        ),
-        (["--launch.kind=embedded"], {"embedded"}),
-    ],
-)
-def test_every_process_of_a_run_is_there(flags: list[str], roles: set[str]) -> None:
-    found = predicted(*flags)
-    assert found.keys() == roles
-    assert "server-0" not in roles or found["generation"].keys() == {"the process itself"}
-
-
 # ---- GPUs
 
 VLLM = ("--engine.kind=vllm", "--engine.python=python", "--model.dtype=bfloat16")
@@ -347,9 +330,9 @@ def without_nvml(name: str) -> Driver:
 def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda _: Driver())
     assert usable_gpus() == 2
-    assert [device_memory(f"cuda:{gpu}") for gpu in range(3)] == [Memory(80 * GB, 80 * GB), Memory(80 * GB, 30 * GB), None]
+    assert [memory_of(f"cuda:{gpu}") for gpu in range(3)] == [Memory(80 * GB, 80 * GB), Memory(80 * GB, 30 * GB), None]
     monkeypatch.setattr("ctypes.CDLL", without_nvml)
-    assert device_memory("cuda:1") == Memory(80 * GB, None)
+    assert memory_of("cuda:1") == Memory(80 * GB, None)
     apart = load_config(None, ["--engine.device=cuda", "--trainer.device=cuda"])
     both = load_config(None, ["--engine.device=cuda:0", "--trainer.device=cuda:0"])
     ours, shared = (bytes_by("device", check_memory(config).uses) for config in (apart, both))

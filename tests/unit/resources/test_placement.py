@@ -127,14 +127,8 @@ def test_cpus_are_shares_of_the_machine_that_a_process_is_on() -> None:
     ]
     shares = shares_on(config, make_schedule(config), places, cluster(0, 0))
     assert shares == {role: Share(4, False) for role in ("training", "generation-0", "generation-1", "generation-2")}
-    sharded = load_config(None, [*RAY, "--trainer.ranks=3"])
-    two = [Placement("training", "m0"), Placement("training-rank-1", "m0"), Placement("training-rank-2", "m1"), places[-1]]
-    ranks = shares_on(sharded, make_schedule(sharded), [*two[:3], Placement("generation", "m1")], cluster(0, 0))
-    assert [ranks[role].threads for role in ("training", "training-rank-1", "training-rank-2")] == [4, 4, 4]
     small = shares_on(config, make_schedule(config), places, cluster(0, 0, cpus=1))
     assert [share.yields for share in small.values()] == [False, True, False, False], "only where the trainer is"
-    alone = shares_on(config, make_schedule(config), [Placement("training", "m0")], cluster(0))
-    assert alone == {"training": Share(8, False)}
 
 
 def gpus_of(flags: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:

@@ -85,9 +85,8 @@ class Processes:
         """Why a process ended that should not have. What others depend on comes first: its end may end the others."""
         if failure := self.host.failure():
             return failure
-        for server in self.servers:
-            if not server.running:
-                return server.failure() or premature_exit(server)
+        if ended := [server for server in self.servers if not server.running]:
+            return ended[0].failure() or premature_exit(ended[0])
         failures = {
             worker.role: failure
             for worker in self.workers
