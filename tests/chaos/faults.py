@@ -50,7 +50,7 @@ class NotInjectedError(Exception):
 
 
 def inject(fault: Fault, pids: Mapping[str, int], links: Mapping[str, Proxy]) -> Undo:
-    """Inject it into a run with these processes and connections. Returns what ends or repairs it. Raises NotInjectedError."""
+    """Inject it into a run with these processes and connections. Returns what ends it. Raises NotInjectedError."""
     if fault.kind in ("cut", "silence", "delay"):
         return links[fault.place].disturb(fault)
     if fault.kind == "disk":
