@@ -44,7 +44,7 @@ class Stoppable(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill what is left of the process and of those that it started. Does not wait. Idempotent."""
+        """Kill what is left of the process and of its children. Does not wait. Idempotent."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:

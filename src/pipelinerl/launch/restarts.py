@@ -84,7 +84,7 @@ class Attempts:
 
 
 class Healing:
-    """The restarts of a session. The caller removes dead processes from its own list, and adds those that `begin` starts.
+    """The restarts of a session. The caller removes dead processes from its own list, and adds what `begin` starts.
 
     `attempts` is by role, `changed_s` the time of the latest death or restart.
     """

@@ -92,7 +92,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
 
     Without a checkpoint, its records are moved into a folder and it starts again from the beginning; a message says so.
 
-    Groups in the stream are kept if the checkpoint's version is at least that of all their tokens. Groups with tokens of
+    Groups in the stream are kept if no token has a version above the checkpoint's. Groups with tokens of
     later weights, which are lost, are started again. Raises RunDirectoryError if the stream of the run is lost, or the
     checkpoint is beyond `trainer.steps`; raises CheckpointError and StreamError if files are damaged.
     """

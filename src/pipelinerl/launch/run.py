@@ -163,7 +163,7 @@ def _runner(config: RunConfig, lock: RunLock) -> Iterator[Callable[[Session, Run
 
 
 def _conclude(session: Session, outcome: Outcome) -> dict[str, Any]:
-    """Write and show the summary. Raises the error that ended the run, or else that of the summary."""
+    """Write and show the summary. Raises the error that ended the run, or an error of the summary."""
     try:
         summary = write_summary(session, outcome)
         if summary["optimizer_steps"]:

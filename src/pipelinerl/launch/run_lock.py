@@ -58,7 +58,7 @@ class RunLock:
 
     def _holder_alive(self) -> bool:
         """Whether another launcher of this machine holds the lock, and not what a killed one, or this one, had started."""
-        written = os.pread(self.fd, 32, 0)  # nothing yet by one that has just taken it
+        written = os.pread(self.fd, 32, 0)  # nothing yet if it was taken just now
         try:
             os.kill(int(written or os.getpid()), 0)
         except OSError as error:
@@ -67,7 +67,7 @@ class RunLock:
 
 
 def lock_run_directory(config: RunConfig, existing: Path | None) -> RunLock:
-    """Lock the directory of a run: an `existing` one, or that of a new run, without files of a start that never trained.
+    """Lock the directory of a run: an `existing` one, or the one of a new run, without files of a start that never trained.
 
     Raises RunDirectoryError if it is in use, is no run directory, or already has a run; OSError if it can't be written to.
     """

@@ -28,7 +28,7 @@ class StartPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Where a session starts. The defaults are a new run.
 
     checkpoint, version       the checkpoint to load, and the version of its weights
-    checksum                  that of these weights, if they were published
+    checksum                  of these weights, if they were published
     taken                     indices of groups that must not be started again: the trainer is done with them, or they are
                               still in a stream
     kept                      the groups still in a stream, in the order in which the trainer will read them

@@ -14,7 +14,7 @@ import msgspec
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine that an experiment runs on, and its software. `cores` are those that this process may use."""
+    """The machine that an experiment runs on, and its software. `cores`: how many this process may use."""
 
     cpu: str
     cores: int

@@ -148,9 +148,9 @@ def place_here(config: RunConfig) -> tuple[list[Placement], Node]:
 
 
 def visible_gpus(config: RunConfig, places: Sequence[Placement], outer: str | None) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for the processes that see only their own GPU; `outer` is that of the launcher.
+    """CUDA_VISIBLE_DEVICES for the processes that see only their own GPU; `outer`: the value for the launcher.
 
-    They are those that `place` has chosen a GPU for, and vLLM's, which takes the first one that it sees. The others find
+    `place` has chosen a GPU for these, or they are vLLM's, which takes the first one that it sees. The others find
     theirs by the number in the run file.
     """
     numbered = {role.name for role in roles_of(config) if role.at is not None}

@@ -76,7 +76,7 @@ class Outcome:
 
 
 def interruption(session: Session) -> RunInterruptedError:
-    """The error for a run that was told to stop."""
+    """The error for a run that was asked to stop."""
     run = session.run
     if session.config.stream.kind == "memory" or not any(run.checkpoints.glob("step_*")):
         return RunInterruptedError("stopped before its goal")

@@ -57,7 +57,7 @@ SERVER_PATIENCE_S = 20.0
 class Processes:
     """The processes of a session: its workers, and engine servers, which serve the workers until these have ended.
 
-    started       those that run, or have ended and were not replaced
+    started       processes that run, or have ended and were not replaced
     replaceable   the roles whose processes are started again if they die
     healing       what does that, once one has died
     """
@@ -112,7 +112,7 @@ class Processes:
         return self.host.cause(failure)
 
     def lost(self, error: PipelineRLError | None) -> bool:
-        """Whether the error is that a process or a machine was lost, and not one that would only happen again."""
+        """Whether the error is the loss of a process or a machine. Other errors would only happen again."""
         if isinstance(error, BroadcastEndedError):
             return True
         if isinstance(error, CrashLoopError) or not isinstance(error, (StageDiedError, StalledError, StreamError)):
@@ -223,7 +223,7 @@ class Processes:
 
 def premature_exit(worker: Worker) -> PipelineRLError:
     """The error for a worker that ended with status 0 before the run was over."""
-    return StageDiedError(f"{named(worker)} ended before the run did (was it told to stop?)")
+    return StageDiedError(f"{named(worker)} ended before the run did (was it asked to stop?)")
 
 
 def replaceable_roles(config: RunConfig) -> list[str]:

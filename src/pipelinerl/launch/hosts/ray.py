@@ -69,7 +69,7 @@ def connected(config: LaunchConfig) -> Iterator[Cluster]:
         cluster = _cluster()
         if len(cluster.machines) > 1 and not _authenticated() and not config.ray_without_token:
             raise UserError(
-                "launch.kind: this Ray cluster has no token authentication, so whoever reaches its ports can run code on "
+                "launch.kind: this Ray cluster has no token authentication, so anybody can run code through its ports on "
                 "its machines; start it with RAY_AUTH_MODE=token (docs/cluster.md), or set launch.ray_without_token to true"
             )
         yield cluster
@@ -78,7 +78,7 @@ def connected(config: LaunchConfig) -> Iterator[Cluster]:
 
 
 def wait_until_unused(root: Path) -> None:
-    """Wait until no actor of another launcher has this run directory: Ray needs seconds to end those of one that was killed.
+    """Wait until no actor of another launcher has this run directory: Ray needs seconds to end those of a killed one.
 
     Raises RunDirectoryError if they do not end, because that launcher still runs. The lock of a run directory excludes only
     launchers on the same machine.

@@ -4,7 +4,7 @@
 
 SPEC is a `session.WorkerSpec` as JSON. ROLE is one of `roles.worker_roles` or `roles.server_roles`.
 
-A worker runs its stages until the run is over, it is told to stop, or its launcher has ended. SIGTERM ends it at once while
+A worker runs its stages until the run is over, it is asked to stop, or its launcher has ended. SIGTERM ends it at once while
 it loads, and asks for a clean stop afterwards. At its end it reports: in the run directory, or as the result of its call.
 """
 
@@ -58,7 +58,7 @@ class WorkerActor:
     def begin(self, root: str, role: str, spec: bytes, version: str, folder: str) -> tuple[int, str]:
         """Returns the id of its process, and what is wrong on this machine, or "".
 
-        `version` is that of the launcher's package. Relative paths in the run file are relative to its working `folder`.
+        `version`: of the launcher's package. Relative paths in the run file are relative to its working `folder`.
         """
         self._run, self._role = RunDirectory(Path(root)), role
         self._spec = msgspec.json.decode(spec, type=WorkerSpec)

@@ -1,7 +1,7 @@
 """A generation process: engine, environment and actor, in one thread.
 
 first weights ─▶ evaluate ─▶ iterate ... iterate ─▶ stop ─▶ last weights ─▶ evaluate
-                              (until the trainer has reached its goal, or the run is told to stop)
+                              (until the trainer has reached its goal, or the run is asked to stop)
 
 With several generation processes, only the first evaluates: before and after training, and during it if `evaluation.every`
 is set. The others wait for its first evaluation, because admission opens only then. After training they end.

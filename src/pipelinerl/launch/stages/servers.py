@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipelinerl.weights.receiving import Receiver
 
 DRAIN_S = 5.0
-"""Time for requests in progress once the server is told to stop. Short: their clients have ended by then."""
+"""Time for requests in progress once the server is asked to stop. Short: their clients have ended by then."""
 LOOK_EVERY_S = 0.05
 START_SHARE = 0.8
 """Share of `launch.startup_timeout_s` to wait for servers: the error that names them must precede the launcher's timeout."""
@@ -47,7 +47,7 @@ START_SHARE = 0.8
 
 
 def run_server(session: Session, role: str, parent_pipe: int) -> None:
-    """Run a server until it is told to stop.
+    """Run a server until it is asked to stop.
 
     Raises MissingDependencyError and the errors of loading the model.
     """
@@ -124,7 +124,7 @@ def _tls(engine: EngineConfig) -> tuple[Path, Path] | None:
 async def connected_engine(
     session: Session, name: str, receiver: Receiver | None
 ) -> AsyncIterator[tuple[AsyncEngine, Contract]]:
-    """The engine of a generation process over the run's servers, those in `engine.urls` or those that it starts itself."""
+    """The engine of a generation process over the run's servers, in `engine.urls` or started by the run."""
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - as above
     from pipelinerl.serving.client.engine import RemoteEngine  # noqa: PLC0415 - needs httpx2, an extra
     from pipelinerl.serving.vllm.adapter import model_facts  # noqa: PLC0415 - as above

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02
 ANSWER_S, NOTICED_S = 120.0, 30.0
-"""How long engines may take to acknowledge weights; and how much longer than the watchdog, which notices one that hangs."""
+"""How long engines may take to acknowledge weights; and how much longer than the watchdog, which notices a hung engine."""
 PACKAGES = ("pipelinerl", "torch", "transformers", "numpy", "safetensors", "peft")
 """What bits may depend on."""
 
