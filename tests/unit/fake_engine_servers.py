@@ -46,10 +46,7 @@ async def engine_over(*servers: FakeServer, **options: Any) -> AsyncIterator[Rem
 
 
 class FakeServer:
-    """While `held` it answers nothing; with a `problem` it answers that.
-
-    `before_answer` is awaited in every `generate`, with the number of the call.
-    """
+    """While `held` it answers nothing; with a `problem` it answers that. `applied` changes what it answers to an update."""
 
     def __init__(self, url: str, *, slots: int = 4, max_length: int = 100, vocabulary: int = VOCABULARY) -> None:
         self.url = url
@@ -57,7 +54,7 @@ class FakeServer:
         self.instance = self.version = 0
         self.checksum = "start"
         self.problem: Exception | None = None
-        self.before_answer: Callable[[GenerationRequest, int], Awaitable[None]] | None = None
+        self.applied: Callable[[UpdateReceipt], Awaitable[UpdateReceipt]] | None = None
         self.answer: Callable[[GenerationRequest], Completion] = lambda request: completion_of(request, self.version)
         self.held = False
         self.calls: list[GenerationRequest] = []
@@ -101,8 +98,6 @@ class FakeServer:
         try:
             if self.problem is not None:
                 raise self.problem
-            if self.before_answer is not None:
-                await self.before_answer(request, len(self.calls))
             while self.held:
                 await asyncio.sleep(0.001)
             if self.problem is not None:
@@ -127,13 +122,14 @@ class FakeServer:
             raise WeightUpdateError("no process group to receive from")
         self.updates.append(update)
         self.version, self.checksum = update.version, update.checksum
-        return UpdateReceipt(
+        receipt = UpdateReceipt(
             engine=self.url,
             version=update.version,
             checksum=update.checksum,
             pause_s=0.25 * self.slots,
             sequences_in_flight=self.running,
         )
+        return receipt if self.applied is None else await self.applied(receipt)
 
     async def close(self) -> None:
         self.closed = True

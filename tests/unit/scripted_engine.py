@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from pipelinerl.errors import PromptTooLongError
 from pipelinerl.interfaces import StepOutput, WeightUpdate
@@ -14,7 +17,7 @@ from pipelinerl.types import (
     GenerationRequest,
     TokenEvent,
     UpdateReceipt,
-    spans_from_versions,
+    cancelled_completion,
 )
 
 STOP = 0
@@ -33,22 +36,13 @@ class CharTokenizer:
         raise ValueError("no chat template")
 
 
-class _Sequence:
-    def __init__(self, request: GenerationRequest, script: Sequence[int]) -> None:
-        self.request = request
-        self.script = script
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+class _Sequence(NamedTuple):
+    request: GenerationRequest
+    script: Sequence[int]
+    events: list[TokenEvent]
 
     def complete(self, reason: FinishReason) -> Completion:
-        return Completion(
-            request_id=self.request.id,
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            weight_versions=spans_from_versions(self.versions),
-            finish_reason=reason,
-        )
+        return msgspec.structs.replace(cancelled_completion(self.request.id, self.events), finish_reason=reason)
 
 
 class ScriptedEngine:
@@ -93,7 +87,7 @@ class ScriptedEngine:
         if len(request.prompt_ids) + request.sampling.max_tokens > self._max_length:
             raise PromptTooLongError(f"{len(request.prompt_ids)} + {request.sampling.max_tokens} > {self._max_length}")
         self.requests.append(request)
-        self._waiting.append(_Sequence(request, self._script(request)))
+        self._waiting.append(_Sequence(request, self._script(request), []))
 
     def cancel(self, request_id: str) -> None:
         self._to_cancel.add(request_id)
@@ -110,14 +104,13 @@ class ScriptedEngine:
         self.batch_sizes.append(len(self._running))
         finished, events = [item.complete("cancelled") for item in gone], []
         for item in tuple(self._running):
-            index = len(item.tokens)
-            item.tokens.append(item.script[index])
-            item.logprobs.append(-(index + 1) / 8)
-            item.versions.append(self.version)
+            index = len(item.events)
+            token = item.script[index]
+            item.events.append(TokenEvent(item.request.id, index, token, -(index + 1) / 8, self.version))
             if item.request.stream:
-                events.append(TokenEvent(item.request.id, index, item.tokens[-1], item.logprobs[-1], self.version))
-            stopped = item.tokens[-1] in item.request.sampling.stop_token_ids
-            if stopped or len(item.tokens) >= min(item.request.sampling.max_tokens, len(item.script)):
+                events.append(item.events[-1])
+            stopped = token in item.request.sampling.stop_token_ids
+            if stopped or index + 1 >= min(item.request.sampling.max_tokens, len(item.script)):
                 self._running.remove(item)
                 finished.append(item.complete("stop" if stopped else "length"))
         return StepOutput(events, finished)

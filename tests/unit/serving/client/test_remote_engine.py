@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from pipelinerl.errors import PromptTooLongError, RequestError, UserError
+from pipelinerl.errors import BroadcastEndedError, PromptTooLongError, RequestError, UserError, WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.serving.client.adapter import (
     EngineUnavailableError,
     ServerBusyError,
@@ -18,7 +20,8 @@ from pipelinerl.serving.client.adapter import (
     find_fault,
 )
 from pipelinerl.serving.client.engine import RemoteEngine
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, UpdateReceipt, VersionSpan
 from tests.unit.fake_engine_servers import (
     FAST,
     FakeServer,
@@ -352,3 +355,97 @@ EMPTY: dict[str, object] = {"token_ids": (), "logprobs": (), "weight_versions": 
 def test_what_can_be_the_answer_and_what_can_not(changes: dict[str, object], words: str | None) -> None:
     fault = find_fault(msgspec.structs.replace(FULL, **changes), REQUEST, 10)
     assert fault is None if words is None else words in str(fault)
+
+
+# ---- weights
+
+
+def update(version: int) -> WeightUpdate:
+    return WeightUpdate(version, f"sum of {version}", {}, path=f"/weights/{version}")
+
+
+async def test_all_servers_take_an_update_and_the_receipt_is_for_all() -> None:
+    servers = [FakeServer("a", slots=2), FakeServer("b", slots=4)]
+    async with engine_over(*servers) as engine:
+        assert engine.version == 0
+        for version in (1, 2):
+            sent = update(version)
+            receipt = await engine.update_weights(sent)
+            assert receipt == UpdateReceipt(
+                engine="engine", version=version, checksum=sent.checksum, pause_s=1.0, sequences_in_flight=0
+            )
+            assert engine.version == version
+        sent_to = [WeightUpdateRequest(version=v, checksum=f"sum of {v}", path=f"/weights/{v}") for v in (1, 2)]
+        assert [server.updates for server in servers] == [sent_to] * 2
+        assert engine.progress().weight_updates == 2
+        assert engine.progress().pauses_s == (1.0, 1.0)
+
+
+async def refusing(receipt: UpdateReceipt) -> UpdateReceipt:
+    raise WeightUpdateError("the weights do not fit")
+
+
+async def lying(receipt: UpdateReceipt) -> UpdateReceipt:
+    return msgspec.structs.replace(receipt, checksum="0" * 32)
+
+
+async def stuck(receipt: UpdateReceipt) -> UpdateReceipt:
+    await asyncio.sleep(60)
+    return receipt
+
+
+@pytest.mark.parametrize(("applied", "why"), [(refusing, "do not fit"), (lying, "0" * 32), (stuck, "did not answer")])
+async def test_a_server_that_does_not_apply_an_update_is_named_in_the_receipt(applied: Any, why: str) -> None:
+    servers = FakeServer("http://a"), FakeServer("http://b")
+    servers[1].applied = applied
+    async with engine_over(*servers) as engine:
+        receipt = await engine.update_weights(update(1))
+        assert "http://b" in str(receipt.error)
+        assert why in str(receipt.error)
+        assert "http://a" not in str(receipt.error)
+        assert (receipt.checksum, engine.version) == ("", 0)
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again_and_one_that_the_event_loop_delayed_is_in_time() -> None:
+    server = FakeServer("a")
+
+    async def applied(receipt: UpdateReceipt) -> UpdateReceipt:
+        if len(server.updates) < 3:
+            raise ServerUnreachableError(server.url, "broke off")
+        time.sleep(2 * FAST.update_s)
+        await asyncio.sleep(0)  # the answer is there, and takes some passes to read
+        await asyncio.sleep(0)
+        return receipt
+
+    server.applied = applied
+    async with engine_over(server) as engine:
+        assert (await engine.update_weights(update(1))).error is None
+        assert engine.slots == server.slots
+        assert len(server.updates) == 3
+        server.applied = None
+        with pytest.raises(WeightUpdateError, match="older"):
+            await engine.update_weights(update(0))
+
+
+async def test_servers_that_joined_a_broadcast_are_sent_only_which_weights_to_take() -> None:
+    a, b = FakeServer("http://a"), FakeServer("http://b")
+    async with engine_over(a, b) as engine:
+        await engine.join_broadcast("10.0.0.5", 7, "secret")
+        assert [server.joined.index for server in (a, b) if server.joined] == [0, 1]
+        assert a.joined == ProcessGroupRequest(
+            host="10.0.0.5", port=7, key="secret", index=0, timeout_s=FAST.join_s, name="http://a"
+        )
+        receipt = await engine.update_weights(WeightUpdate(1, "c0ffee", {}))
+        assert (receipt.error, receipt.version, receipt.checksum) == (None, 1, "c0ffee")
+        assert a.updates == b.updates == [WeightUpdateRequest(version=1, checksum="c0ffee")]
+        assert engine.progress().pauses_s == (1.0,)
+
+
+async def test_the_loss_of_a_server_that_receives_a_broadcast_ends_the_engine() -> None:
+    a, b = FakeServer("http://a"), FakeServer("http://b")
+    async with engine_over(a, b) as engine:
+        await engine.join_broadcast("10.0.0.5", 7, "secret")
+        b.refuse()
+        await wait_until(lambda: engine._error is not None)
+        with pytest.raises(BroadcastEndedError, match="engine server http://b is gone, and all receive weights"):
+            await engine.advance()

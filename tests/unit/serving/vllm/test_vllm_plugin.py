@@ -34,18 +34,12 @@ class Backend(TransferBackend):
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def transfer(tmp_path: Path) -> Backend:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(4)}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture
-def transfer(tmp_path: Path, checkpoint: Path) -> Backend:
-    (tmp_path / "weights").mkdir()
     backend = Backend()
-    backend.model_config = SimpleNamespace(model=str(checkpoint))
+    backend.model_config = SimpleNamespace(model=str(folder))
     backend.parallel_config = SimpleNamespace(world_size=1)
     backend.device = torch.device("cpu")
     return backend
@@ -70,7 +64,7 @@ def assert_taken(transfer: Backend) -> None:
 
 def test_a_good_file_is_loaded_whole(tmp_path: Path, transfer: Backend) -> None:
     transfer.start_weight_update()
-    transfer.update_weights(write(tmp_path / "weights" / "v2.safetensors", good()))
+    transfer.update_weights(write(tmp_path / "v2.safetensors", good()))
     assert_taken(transfer)
 
 
@@ -83,7 +77,7 @@ def refusal(transfer: Backend, info: dict[str, Any]) -> str:
 
 
 def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touched(tmp_path: Path, transfer: Backend) -> None:
-    path = tmp_path / "weights" / "v2.safetensors"
+    path = tmp_path / "v2.safetensors"
     info = write(path, good())
     assert "arrived damaged: checksum" in refusal(transfer, info | {"checksum": "0" * 32})
     assert "Expected `int`" in refusal(transfer, info | {"version": "2"})
@@ -155,18 +149,13 @@ def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: Backend) -> Non
 
 
 class ParallelLMHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.refreshed = 0
-        self.quant_method = SimpleNamespace(process_weights_after_loading=self.refresh)
-
-    def refresh(self, module: nn.Module) -> None:
-        assert module is self
-        self.refreshed += 1
+    refreshed = 0
+    quant_method: Any = None
 
 
 def test_heads_prepare_their_weights_again() -> None:
     head = type("OurHead", (ParallelLMHead,), {})()
+    head.quant_method = SimpleNamespace(process_weights_after_loading=lambda module: setattr(module, "refreshed", 1))
     refresh_heads(nn.ModuleDict({"embed": nn.Linear(2, 2), "lm_head": head}))
     assert head.refreshed == 1
     head.quant_method = None
