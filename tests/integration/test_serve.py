@@ -198,7 +198,7 @@ ANYWHERE = "0.0.0.0"  # noqa: S104 - with a key, or refused
         (["demo", "--host", ANYWHERE], "--host 0.0.0.0 can be reached by others"),
         (["demo", "--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: this environment variable is not set"),
         (["demo", "--engine.slots", "0"], "--engine.slots: 0 is not allowed here; this takes a whole number >= 1"),
-        (["demo", "--port", "70000"], "--port 70000"),
+        (["demo", "--port", "70000"], "--port: 70000: give a whole number of 0 to 65535"),
         (["demo", "--host", "no.such.host.invalid"], "can't listen on"),
         (["demo", "--slotz", "3"], "did you mean `--engine.slots`?"),
         (["demo", "--weights-dir", "/no/such/place"], "/no/such/place is not a directory"),
