@@ -250,17 +250,10 @@ def run(request: dict[str, Any]) -> None:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
-    for name, number, mode in (("stdin", 0, "rb"), ("stdout", 1, "wb"), ("stderr", 2, "wb")):
-        unbuffered = name == "stderr" or "PYTHONUNBUFFERED" in os.environ
-        file = open(number, mode, closefd=False)  # noqa: SIM115 - it is open until the process ends
-        stream = io.TextIOWrapper(
-            file,
-            line_buffering=unbuffered or os.isatty(number),
-            write_through=unbuffered,
-            errors="backslashreplace" if name == "stderr" else "strict",
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    unbuffered = "PYTHONUNBUFFERED" in os.environ
+    for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=unbuffered or number == 2 or os.isatty(number), write_through=unbuffered)
     sys.orig_argv[:] = [sys.executable, *request["words"]]
     flag, what, *arguments = request["words"]
     sys.path[0] = "" if flag == "-c" else request["folder"]

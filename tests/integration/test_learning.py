@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from safetensors.torch import load_file
@@ -22,6 +22,17 @@ def reward(self, problem, text):
 """
 
 
+def learns(tmp_path: Path, **settings: Any) -> None:
+    few = {"trainer__batch_size": 32, "actor__max_tokens": 6, "evaluation__problems": 32}
+    found = run(tmp_path / "r", environment__kind=write_environment(tmp_path, ONES), **few, **settings)
+    assert found["eval_reward_after"] > found["eval_reward_before"] + 0.3
+
+
+@pytest.mark.slow
+def test_adapters_learn_it(tmp_path: Path) -> None:
+    learns(tmp_path, trainer__steps=20, trainer__learning_rate=3e-3, model__lora__rank=8)
+
+
 LOSSES = get_args(TrainerConfig.model_fields["loss"].annotation)
 SCHEDULES = get_args(ScheduleConfig.model_fields["kind"].annotation)
 USUAL = {*product(LOSSES, ["pipeline"]), *product(["reinforce"], SCHEDULES)}
@@ -32,20 +43,9 @@ USUAL = {*product(LOSSES, ["pipeline"]), *product(["reinforce"], SCHEDULES)}
     ("loss", "schedule"),
     [pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.exhaustive) for pair in product(LOSSES, SCHEDULES)],
 )
-def test_it_learns_to_answer_with_ones(loss: str, schedule: str, tmp_path: Path) -> None:
-    counts = run(
-        tmp_path / "r",
-        environment__kind=write_environment(tmp_path, ONES),
-        schedule__kind=schedule,
-        schedule__steps_per_round=1 if schedule == "pipeline" else 2,
-        trainer__loss=loss,
-        trainer__learning_rate=5e-3,
-        trainer__batch_size=32,
-        trainer__steps=12,
-        actor__max_tokens=6,
-        evaluation__problems=32,
-    )
-    assert counts["eval_reward_after"] > counts["eval_reward_before"] + 0.3
+def test_all_weights_learn_to_answer_with_ones(loss: str, schedule: str, tmp_path: Path) -> None:
+    rounds = {"schedule__kind": schedule, "schedule__steps_per_round": 1 if schedule == "pipeline" else 2}
+    learns(tmp_path, trainer__loss=loss, trainer__learning_rate=5e-3, trainer__steps=12, **rounds)
     before = named_weights(load_model(small_run(tmp_path / "r").model))
     after = load_file(tmp_path / "r" / "checkpoints" / "step_00000012" / "model.safetensors")
     assert [name for name, weight in after.items() if weight.equal(before[name])] == []

@@ -86,15 +86,11 @@ def test_the_optimizer_step_is_that_of_the_package(one_file: ModuleType) -> None
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
-def test_tokens_of_one_version_have_the_log_probabilities_of_its_weights(one_file: ModuleType) -> None:
+def test_an_update_reaches_sequences_in_progress_and_tokens_have_the_log_probabilities_of_their_weights(
+    one_file: ModuleType,
+) -> None:
     engine = one_file.Engine(load_model(one_file), 8, 1, 60, seed=3)
-    rollouts = generate(one_file, engine, 40)
-    exact = one_file.token_logprobs(engine.model, rollouts)
-    recorded = torch.tensor([logprob for rollout in rollouts for logprob in rollout.logprobs])
-    torch.testing.assert_close(recorded, exact.detach(), rtol=0, atol=1e-4)
-
-
-def test_an_update_reaches_sequences_in_progress(one_file: ModuleType) -> None:
+    assert_exact(one_file, engine, generate(one_file, engine, 40))
     engine = one_file.Engine(load_model(one_file), 8, 1, 60, seed=3)
     rollouts = generate(one_file, engine, 48, update_after=20)
     crossing = [rollout for rollout in rollouts if len(set(rollout.versions)) > 1]
@@ -104,8 +100,12 @@ def test_an_update_reaches_sequences_in_progress(one_file: ModuleType) -> None:
     )
     after = rollouts[-8:]  # the last to finish of 48 in 8 slots: they began after the update
     assert all(set(rollout.versions) == {VERSION} for rollout in after)
-    exact = one_file.token_logprobs(engine.model, after)
-    recorded = torch.tensor([logprob for rollout in after for logprob in rollout.logprobs])
+    assert_exact(one_file, engine, after)
+
+
+def assert_exact(one_file: ModuleType, engine: Any, rollouts: list[Any]) -> None:
+    exact = one_file.token_logprobs(engine.model, rollouts)
+    recorded = torch.tensor([logprob for rollout in rollouts for logprob in rollout.logprobs])
     torch.testing.assert_close(recorded, exact.detach(), rtol=0, atol=1e-4)
 
 

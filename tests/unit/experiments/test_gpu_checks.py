@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipelinerl.cli import main
 from pipelinerl.engine import static
 from pipelinerl.experiments import doctor, gpu_checks
 from pipelinerl.models import varlen
@@ -55,7 +56,6 @@ def unrecordable_step(patch: Patch) -> None:
         own(rows, count, plain)
 
     patch.setattr(static.DeviceRows, "step", step)
-    patch.setattr(gpu_checks, "CHECKS", {"CUDA graph": gpu_checks.CHECKS["CUDA graph"]})
 
 
 def early_copies(patch: Patch) -> None:
@@ -63,12 +63,10 @@ def early_copies(patch: Patch) -> None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True).numpy
 
     patch.setattr(gpu_checks, "to_host", early)
-    patch.setattr(gpu_checks, "CHECKS", {"pinned memory": gpu_checks.CHECKS["pinned memory"]})
 
 
 def wrong_sum(patch: Patch) -> None:
     patch.setattr(torch.cuda.nccl, "all_reduce", lambda tensors: tensors[0].mul_(2))
-    patch.setattr(gpu_checks, "CHECKS", {"nccl": gpu_checks.CHECKS["nccl"]})
 
 
 @pytest.mark.parametrize(
@@ -81,8 +79,9 @@ def wrong_sum(patch: Patch) -> None:
     ],
 )
 def test_a_fault_is_seen_and_ends_the_checks(
-    fault: Callable[[Patch], None], what: str, message: str, capsys: pytest.CaptureFixture[str]
+    fault: Callable[[Patch], None], what: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
+    monkeypatch.setattr(gpu_checks, "CHECKS", {what: gpu_checks.CHECKS[what]})
     ((level, name, found, fix),) = run(capsys, fault)
     assert (level, name) == ("WRONG", what)
     assert found.startswith(message)
@@ -122,6 +121,16 @@ def test_the_doctor_sees_a_daemon_of_mps(tmp_path: Path, monkeypatch: Patch) -> 
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(doctor, "TIMEOUT_S", 3.0)
     assert list(doctor._gpu_checks())[-1] == doctor.Finding("ok", "MPS", "running")
+
+
+def test_the_doctor_tries_vllms_interpreter_and_looks_at_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.vllm(tmp_path / "absent").level == "WRONG"
+    assert doctor.vllm(Path(sys.executable)).level in ("WRONG", "ok")
+    assert main(["doctor"]) in (0, 1)
+    text = capsys.readouterr().out
+    assert all(what in text for what in ("Python", "processor", "memory", "disk", "GPU", "packages", "vLLM", "extras"))
 
 
 def test_only_a_gpu_is_tried() -> None:
