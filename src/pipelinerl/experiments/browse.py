@@ -29,7 +29,7 @@ _INDEX = re.compile(rb'\{"index": ?(\d{1,18}),')
 
 
 class RecordedGroups:
-    """The groups in the file at `path`. Only their places in the file (from 0) are kept in memory.
+    """The groups in the file at `path`. Only their places in the file (from 0) are in memory.
 
     A resumed run generates a group that it lost once more, under the same index: `places` has the places of each index, in
     the order of the file. A last line without a newline is ignored: it is still being written, or partial.
@@ -186,7 +186,7 @@ def load_token_text(run_dir: Path) -> TokenText:
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout. `problem` is the problem's payload.
 
-    With several turns, `prompt` is that of the first turn, with special tokens, and `completion` is the model's text of all
+    With several turns, `prompt` is the first turn's, with special tokens, and `completion` is the model's text of all
     turns, joined by newlines. Versions are those of sampled tokens. `step` (the version after the step), lags and
     `advantage` are null unless the rollout was trained on. `left_out` is the trainer's reason for dropping it, else null.
     """

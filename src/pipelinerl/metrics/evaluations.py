@@ -83,7 +83,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """`before`, `after`, or for the online one that began with the weights of version 20 `v20`."""
+        """`before`, `after`, or `v20`: online, begun with the weights of version 20."""
         return f"v{self.version}" if self.when == "online" else self.when
 
     @property
@@ -101,7 +101,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """One held-out problem and its answer.
 
-    With several turns, `prompt` is that of the first turn, and `completion` is the rest of the conversation: the model's
+    With several turns, `prompt` is the first turn's, and `completion` is the rest of the conversation: the model's
     texts, and what the environment added between them (not if the last prompt does not continue the first). `token_ids`,
     `weight_versions` and `length` are of sampled tokens only. A failed attempt has reward 0, and `failure` says why.
     `evaluation_set` is the name of the further set that the problem belongs to, if any.

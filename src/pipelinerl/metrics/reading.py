@@ -19,7 +19,7 @@ RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
 
 
 def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lambda _old, _new: False) -> list[T]:
-    """The records of a JSON lines file, without those that a later record `repeats(old, new)`.
+    """The records of a JSON lines file, without the ones that a later record `repeats(old, new)`.
 
     A run that resumes from a checkpoint repeats the steps after it: the later lines count. A last line without a line break
     is left out: it is still being written, or its writer was killed.
@@ -43,7 +43,7 @@ def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lamb
 
 
 def without_repeated(written: Iterable[T], repeats: Callable[[T, T], bool]) -> list[T]:
-    """The records without those that a later record `repeats(old, new)`."""
+    """The records without the ones that a later record `repeats(old, new)`."""
     records: list[T] = []
     for record in written:
         while records and repeats(records[-1], record):
@@ -83,7 +83,7 @@ class Tail(Generic[T]):
     """The records that are added to a file of JSON lines. The file need not exist yet, or may be replaced by another one.
 
     place       how many bytes were read; the next look begins there
-    restarted   the last look began at the start of another file, or of one that was cut
+    restarted   the last look began at the start of another file, or of a file that was cut
     more        the last look did not reach the end of the file
     damaged     lines that are not such records; they are skipped
     """

@@ -136,10 +136,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         """All finite numbers by field name; nested names are `engine/version`, `dropped/stale`, `metrics/words/reward`."""
         return flat_numbers(msgspec.to_builtins(self))
 
-    def headline(self) -> dict[str, float]:
-        """`numbers` without environment metrics, whose number is unbounded; for the status board, which has little room."""
-        return msgspec.structs.replace(self, metrics={}, metric_counts={}).numbers()
-
 
 Record = StepRecord | EvaluationRecord
 """What trackers, callbacks and `StartedRun` get."""

@@ -84,7 +84,7 @@ def engine_total(statuses: Mapping[str, StageStatus]) -> EngineProgress | None:
     by_latest_pause = sorted(engines, key=lambda engine: engine.pauses_s[-1:])
     return _summed(
         engines,
-        version=min((engine.version for engine in engines if engine.slots), default=0),  # one that has ended has no slots
+        version=min((engine.version for engine in engines if engine.slots), default=0),  # an ended one has no slots
         weight_updates=max(engine.weight_updates for engine in engines),
         pauses_s=tuple(pause_s for engine in by_latest_pause for pause_s in engine.pauses_s),
     )

@@ -50,13 +50,13 @@ def summarize(
     `cut_fraction` is the share of this session's rollouts that ended at their token limit. `nothing_learned` says why no
     step had a gradient; it is None if a step had one, or if there was no step. `collapse` says when the reward was at its
     floor (see `CollapseWatch`), and is None if it was not.
-    `eval_online` are the evaluations during training. `version` is that of the weights when the evaluation began; its tokens
+    `eval_online` are the evaluations during training. `version`: the weights when the evaluation began; its tokens
     were sampled by versions `version_min` to `version_max`. `eval_skipped` counts evaluations that were due but skipped.
-    `started_length_mean` is that of the last step (see `StepRecord`). `actor_dropped_length_mean` is the mean number of
+    `started_length_mean` is the last step's (see `StepRecord`). `actor_dropped_length_mean` is the mean number of
     sampled tokens of the rollouts that actors dropped, by reason.
     `update_bytes_mean`, `update_s_p50` and `update_delta_fraction` are over the weight updates in the records of steps:
     bytes to each engine, time until every engine had it, and share that was sent as a delta.
-    `generated_per_trained`: rollouts, and sampled tokens, that were trained on or dropped, per one that was trained on.
+    `generated_per_trained`: rollouts (and sampled tokens) that were trained on or dropped, per rollout (token) trained on.
     `dropped_fraction`: share of these rollouts, by reason. `no_gradient_fraction`: share of the rollouts trained on whose
     advantage was 0. `groups_skipped`: how often `actor.online_filter` skipped a problem in this session; `skipped_fraction`
     is their share of all groups whose turn had come.

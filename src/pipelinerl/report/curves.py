@@ -84,7 +84,7 @@ class Columns:
                 del column[rows:]
 
     def since(self, seen: Seen) -> tuple[dict[str, Any] | None, Seen]:
-        """The points after those that were seen, or all points if the earlier ones have changed; None if there are none.
+        """The points after the ones that were seen, or all points if the earlier ones have changed; None if there are none.
 
         `start` is the number of points that the page should keep.
         """

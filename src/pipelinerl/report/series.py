@@ -74,7 +74,7 @@ def reached_held_out(
 
     points   (version, held-out reward) of the evaluated versions, ascending; the reward is interpolated linearly
 
-    The time of a version is that of its step's record: when it was published or, within a round, could have been. So the
+    The time of a version is in its step's record: when it was published or, within a round, could have been. So the
     time depends on how fast versions were trained and on their quality, and not on the lag of their data.
     """
     before: tuple[int, float] | None = None
@@ -135,11 +135,6 @@ class RunRecords(NamedTuple):
     def begin_s(self) -> float:
         """When all stages were ready and nothing had been generated; see `begin_s`."""
         return begin_s(self.steps, self.timeline, self.evaluations)
-
-    @property
-    def slots(self) -> int:
-        """H, over all engines."""
-        return self.config.engine.slots * self.config.engine.processes
 
 
 def read_run(run_dir: Path) -> RunRecords:

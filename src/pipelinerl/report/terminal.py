@@ -16,6 +16,7 @@ from pipelinerl.metrics.reading import read_lines
 from pipelinerl.metrics.statistics import LOW_ESS, REWARD
 from pipelinerl.metrics.summary import edge_of
 from pipelinerl.report import count, new_table
+from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.view import duration, pause, short
 
 Row = tuple[str, str]
@@ -48,16 +49,15 @@ def sample_before_after(before: EvaluatedProblem, after: EvaluatedProblem) -> Re
 
 def largest_gain(run_dir: Path) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
     """The held-out problem whose reward rose most, before and after training; among equals, the median length after."""
-    before, after = (_answers(run_dir / "rollouts" / f"evaluation-{when}.jsonl") for when in ("before", "after"))
+    paths = [RunDirectory(run_dir).evaluation(when) for when in ("before", "after")]
+    if not all(path.is_file() for path in paths):
+        return None
+    before, after = ({one.problem_id: one for one in read_lines(path, EvaluatedProblem)} for path in paths)
     both = [(before[key], after[key]) for key in before.keys() & after.keys()]
     most = max((last.reward - first.reward for first, last in both), default=0.0)
     best = [(first, last) for first, last in both if last.reward - first.reward == most]
     best.sort(key=lambda pair: (pair[1].length, pair[1].problem_id))
     return best[len(best) // 2] if best else None
-
-
-def _answers(path: Path) -> dict[str, EvaluatedProblem]:
-    return {one.problem_id: one for one in read_lines(path, EvaluatedProblem)} if path.is_file() else {}
 
 
 class _Shown:

@@ -221,7 +221,7 @@ class Tracker:
 
 
 def open_tracker(name: str, folder: Path, config: Mapping[str, Any], run_id: str | None) -> Tracker:
-    """The tracker of the run in `folder`, with a new tracked run or the one that it has called `run_id`."""
+    """The tracker of the run in `folder`, with a new tracked run, or with `run_id` again."""
     kinds = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
     settings = {  # without nesting: `trainer.steps`
         f"{section}.{key}" if key else section: value

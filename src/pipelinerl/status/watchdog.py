@@ -2,7 +2,7 @@
 
 A run is stalled when, for `timeout_s`, no counter of any stage has changed, or a stage in state "working" has not reported.
 The second rule finds a stage that hangs while the others go on (with a stream that drops its oldest groups, the actor
-never waits for a hung trainer). A waiting stage reports too, so one that does not is suspect once nothing moves.
+never waits for a hung trainer). A waiting stage reports too: without reports it is suspect once nothing moves.
 """
 
 from __future__ import annotations

@@ -147,7 +147,8 @@ class TrainerStatus:
         self._collapse.observe(record)
         if output.weighs_products and not self._warnings and (record.log_product_sd or 0.0) > 1:
             self._warnings = (PRODUCTS.format(version),)
-        self._latest = record.headline()
+        # The number of an environment's metrics is unbounded, and the status board has little room.
+        self._latest = msgspec.structs.replace(record, metrics={}, metric_counts={}).numbers()
         trained, *before = (tuple(TrainedSample.of(sample, version - 1) for sample in one) for one in (samples, *refused))
         output.trained_log.write(
             TrainedRecord(

@@ -215,6 +215,6 @@ def test_a_row_for_each_rollout_with_the_texts_that_are_known(tmp_path: Path, fo
     texts = {"prompt": "2+3=", "completion": "five", "reward": 1.0, "metrics": {}}
     assert msgspec.to_builtins(rows[0]) == places | texts | tokens | trained
     assert (rows[2].finish_reason, rows[2].metrics, rows[4].step) == ("length", {"guesses": 2.0}, None)
-    attempts = (rollout(0, 0, 0.0, turn("p", "said")), rollout(0, 1, 0.0, replace(turn("p", "unread"), text="")))
+    attempts = (rollout(0, 0, 0.0, turn("p", "known")), rollout(0, 1, 0.0, replace(turn("p", "unread"), text="")))
     found = read_rows(RunRollouts(run_directory(tmp_path, [group(0, *attempts)])), TokenText())  # without a tokenizer
-    assert [(row.prompt, row.completion) for row in found] == [(None, "said"), (None, None)]
+    assert [(row.prompt, row.completion) for row in found] == [(None, "known"), (None, None)]

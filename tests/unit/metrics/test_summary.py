@@ -154,7 +154,7 @@ def test_the_numbers_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "std", "trained", "cut", "said"),
+    ("reward", "std", "trained", "cut", "reason"),
     [
         (0.0, 0.0, {}, 85, "every rollout had the reward 0; 100% of the answers were cut"),
         (1.0, 0.0, {"tokens_trained": 10, "grad_norm": 0.0}, 0, "every rollout had the reward 1; check the answers"),
@@ -162,11 +162,11 @@ def test_the_numbers_by_hand() -> None:
     ],
 )
 def test_a_run_that_could_learn_nothing_says_so_and_why(
-    reward: float, std: float, trained: dict[str, Any], cut: int, said: str
+    reward: float, std: float, trained: dict[str, Any], cut: int, reason: str
 ) -> None:
     records = [step(version, reward_mean=reward, reward_std=std, **trained) for version in (1, 2)]
     summary = summary_of(records, **statuses(replace(ACTOR, rollouts_cut=cut)))
-    assert said in summary["nothing_learned"]
+    assert reason in summary["nothing_learned"]
     table = table_of(summary)
     assert f"NOTHING LEARNED │ {summary['nothing_learned']}" in table
     assert f"{cut / 85:.1%} cut at their limit" in table

@@ -37,7 +37,7 @@ def ended() -> threading.Event:
     return stopping
 
 
-class Kept(Tracker):
+class Recorder(Tracker):
     """A tracker that keeps what it gets, and fails for the versions in `broken`, once each."""
 
     def __init__(self, known: str | None, broken: set[int]) -> None:
@@ -58,18 +58,18 @@ class Kept(Tracker):
 
 def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "EVERY_S", 0.001)
-    (run, said), made = a_run(tmp_path), []
+    (run, messages), made = a_run(tmp_path), []
     run.summary.write_text('{"status":"finished"}')
 
-    def make(_name: str, _folder: Path, _config: Mapping[str, Any], known: str | None) -> Kept:
-        made.append(Kept(known, {2}))
+    def make(_name: str, _folder: Path, _config: Mapping[str, Any], known: str | None) -> Recorder:
+        made.append(Recorder(known, {2}))
         if len(made) < 3:
             raise PermissionError("no key")
         return made[-1]
 
     monkeypatch.setattr(trackers, "open_tracker", make)
-    stopping, sent = threading.Event(), run.trackers / "kept.json"
-    thread = threading.Thread(target=Follower(run, "kept", said.append).follow, args=(stopping,))
+    stopping, sent = threading.Event(), run.trackers / "recorder.json"
+    thread = threading.Thread(target=Follower(run, "recorder", messages.append).follow, args=(stopping,))
     thread.start()
     while not (sent.exists() and b'"steps":0' not in sent.read_bytes()) and thread.is_alive():
         stopping.wait(0.001)
@@ -77,13 +77,13 @@ def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monk
     thread.join()
     assert made[-1].got == [1, 1, 2, 3], "the records from the last place on, again"
     assert made[-1].summaries == [{"status": "finished"}]
-    assert [line.partition(";")[0] for line in said] == ["kept: PermissionError: no key", "kept: 3 errors"]
+    assert [line.partition(";")[0] for line in messages] == ["recorder: PermissionError: no key", "recorder: 3 errors"]
 
     write_records(run.root, step(4, 4.0))
-    Follower(run, "kept", said.append).follow(ended())
+    Follower(run, "recorder", messages.append).follow(ended())
     assert (made[-1].id, made[-1].got) == ("new", [4]), "a later session continues"
     sent.write_text("{")
-    Follower(run, "kept", said.append).follow(ended())
+    Follower(run, "recorder", messages.append).follow(ended())
     assert made[-1].got == [1], "damaged notes are none"
 
 
@@ -96,35 +96,35 @@ def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) 
         "    if record.version != 2:\n"
         "        raise SystemExit('enough')\n"
     )
-    run, said = a_run(tmp_path / "run", callback=f"{file}:note")
+    run, messages = a_run(tmp_path / "run", callback=f"{file}:note")
     write_records(run.root, evaluation("after", 3, 9.0))
-    Follower(run, CALLBACK, said.append).follow(ended())
+    Follower(run, CALLBACK, messages.append).follow(ended())
     assert out.read_text().split() == ["StepRecord", "1", "StepRecord", "2", "StepRecord", "3", "EvaluationRecord", "3"]
-    assert [line.partition(";")[0] for line in said] == ["callback: SystemExit: enough", "callback: 3 errors"]
-    Follower(run, CALLBACK, said.append).follow(ended())
-    assert len(out.read_text().splitlines()) == 4, "the place is kept"
+    assert [line.partition(";")[0] for line in messages] == ["callback: SystemExit: enough", "callback: 3 errors"]
+    Follower(run, CALLBACK, messages.append).follow(ended())
+    assert len(out.read_text().splitlines()) == 4, "each record once"
 
 
 def test_a_run_that_ends_while_the_process_starts_is_followed_to_its_end(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out"
     file.write_text(f"def note(record):\n    open({str(out)!r}, 'a').write(f'{{record.version}} ')\n")
-    run, said = a_run(tmp_path / "run", callback=f"{file}:note")
-    with followed(run, MetricsConfig(callback=f"{file}:note"), said.append):
+    run, messages = a_run(tmp_path / "run", callback=f"{file}:note")
+    with followed(run, MetricsConfig(callback=f"{file}:note"), messages.append):
         pass
-    assert (out.read_text(), said) == ("1 2 3 ", [])
+    assert (out.read_text(), messages) == ("1 2 3 ", [])
 
 
 def test_tensorboard_gets_curves_texts_and_answers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run, said = a_run(tmp_path, trackers=["tensorboard"])
+    run, messages = a_run(tmp_path, trackers=["tensorboard"])
     write_records(run.root, evaluation("after", 3, 9.0, metrics={"hard/reward": 0.25}))
     answers = [answered(0.5, prompt="1|1", completion="two\nlines")] * (MOST_ROWS + 4)
     run.evaluation("after").write_bytes(msgspec.json.Encoder().encode_lines(answers))
     run.summary.write_text('{"status":"finished","reward_last":0.75}')
-    Follower(run, "tensorboard", said.append).follow(ended())
-    assert said == []
+    Follower(run, "tensorboard", messages.append).follow(ended())
+    assert messages == []
     events = EventAccumulator(str(run.root / "tensorboard"))
     events.Reload()
     tags = ("loss", "evaluation/reward_mean", "evaluation/metrics/hard/reward")

@@ -123,7 +123,7 @@ def test_the_live_view_draws_twice_a_second_and_leaves_the_last_state() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "plain", "live"])
-def test_a_collapse_is_said_once(kind: Any) -> None:
+def test_a_collapse_is_shown_once(kind: Any) -> None:
     stream = StringIO()
     view = make_view(kind, stream, target=100)
     for now, notes in ((0.0, ()), (1.0, ("COLLAPSED: all 0",)), (2.0, ("COLLAPSED: all 0",)), (3.0, ())):
@@ -202,12 +202,12 @@ def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
     view.say("before")
     before = stream.getvalue()
     view.say(f"a message\twith {HOSTILE}")
-    said = stream.getvalue().removeprefix(before)
+    shown = stream.getvalue().removeprefix(before)
     found = statuses(now=1000.0)
     view.update({**found, "actor": replace(found["actor"], detail=HOSTILE)}, now=1000.0)
     view.close()
-    assert "\x1b" not in said
-    assert "[red]markup[/red]" in said
+    assert "\x1b" not in shown
+    assert "[red]markup[/red]" in shown
     assert not [code for code in ("\x07", "\x9b", "\u202e", "\x1b[2J", "\x1b]") if code in stream.getvalue()]
 
 

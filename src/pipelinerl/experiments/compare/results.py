@@ -69,7 +69,7 @@ def run_result(
 ) -> RunResult:
     """The results of one run; without a target, it is not reached."""
     steps, begin, summary = records.steps, records.begin_s, records.summary or {}
-    measured, when = measure(steps, begin), None
+    measured, when, engine = measure(steps, begin), None, records.config.engine
     points = [(one.version, one.reward_mean or 0.0) for one in records.evaluations]
     if target is not None and execution.finished:
         when = reached_held_out(points, steps, begin, target)
@@ -80,7 +80,7 @@ def run_result(
         "samples_per_s_later": measured.samples_per_s_later,
         "tokens_per_s": measured.tokens_per_s,
         "length_mean": measured.length_mean,
-        "slots_used_fraction": slots_in_use(records.timeline, begin, measured.training_s, records.slots),
+        "slots_used_fraction": slots_in_use(records.timeline, begin, measured.training_s, engine.slots * engine.processes),
         "reward_last": points[-1][1] if points else None,
         "saving_s": math.fsum(step.saving_s for step in steps),
     }

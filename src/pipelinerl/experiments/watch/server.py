@@ -78,7 +78,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def make_app(runs: Runs, *, stopping: asyncio.Event, end_note: str = "") -> ASGIApp:
-    """The application. `end_note`: what pages show once the server has been told to stop."""
+    """The application. `end_note`: what pages show once the server stops."""
 
     async def list_runs(_: Request) -> Response:
         return JSONResponse(runs.listed())

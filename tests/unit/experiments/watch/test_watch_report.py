@@ -85,12 +85,12 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "message"),
     [(lambda path: None, "there is no such folder"), (Path.mkdir, "it has no config.yaml")],
 )
-def test_a_folder_without_a_run(tmp_path: Path, made: Callable[[Path], object], said: str) -> None:
+def test_a_folder_without_a_run(tmp_path: Path, made: Callable[[Path], object], message: str) -> None:
     made(tmp_path / "run")
-    with pytest.raises(RunDirectoryError, match=said):
+    with pytest.raises(RunDirectoryError, match=message):
         report_page([tmp_path / "run"])
 
 

@@ -23,7 +23,7 @@ ASSETS = Path(str(importlib.resources.files("pipelinerl"))) / "assets" / "watch"
 
 
 async def get(root: Path, path: str, *, host: str = "127.0.0.1:7117", **headers: str) -> httpx2.Response:
-    """One answer of a server that has been told to stop, so that its events end."""
+    """One answer of a server that stops, so that its events end."""
     stopping = asyncio.Event()
     stopping.set()
     app = make_app(Runs([root]), stopping=stopping, end_note="over")

@@ -36,7 +36,7 @@ def append(path: Path, *records: Any) -> None:
 
 
 def make_run(root: Path, steps: int = 4, *, status: str | None = "finished", groups: Sequence[Group] = GROUPS) -> Path:
-    """A run of `steps` optimizer steps, one a second from time 3. `status`: that of its summary; None: it has none."""
+    """A run of `steps` optimizer steps, one a second from time 3. `status`: its summary's; None: it has no summary."""
     run = RunDirectory(root)
     run.make_folders()
     run.config.write_text(config_to_yaml(load_config(None, {"trainer.steps": 10, "environment.kind": "gcd"})))
