@@ -130,11 +130,17 @@ class Learner:
 
     def weights(self) -> Mapping[str, Tensor]:
         """The weights that engines use at this version, by their names in the engine's model (adapters are merged)."""
-        return named_weights(self.model) if self.lora is None else self.lora.weights()
+        model, lora = self._whole()
+        return named_weights(model) if lora is None else lora.weights()
 
     def save_pretrained(self, folder: Path) -> None:
         """Write these weights as a Hugging Face folder, together with the adapter if there is one."""
-        (self.model if self.lora is None else self.lora).save_pretrained(folder)
+        model, lora = self._whole()
+        (lora or model).save_pretrained(folder)
+
+    def _whole(self) -> tuple[Any, LoraModel | None]:
+        """The model with all its weights, and its adapters."""
+        return self.model, self.lora
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's state to the folder of a checkpoint."""

@@ -8,7 +8,7 @@ result is the same as in one process: Z belongs to the step, and gradients are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.sharded import distribute, empty_model, fill, gather, reshard, shard
-from pipelinerl.models.state import in_file_order, is_narrow, named_weights, not_finite, write_safetensors
+from pipelinerl.models.state import in_file_order, is_narrow, not_finite, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
 from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyStats
@@ -92,8 +92,7 @@ class ShardedOptimizer(Optimizer):
         return [name for name, flag in zip(self._weights, flags.tolist(), strict=True) if flag]
 
     def _fill(self, target: Tensor, saved: Tensor | None) -> None:
-        """Only rank 0 has what was saved."""
-        fill(target, saved)
+        fill(target, saved)  # only rank 0 has what was saved
 
 
 class ShardedLearner(Learner):
@@ -108,7 +107,16 @@ class ShardedLearner(Learner):
         self._policy, self._team = policy, policy.team
         self._host_is_current = True  # with the weights that were loaded
         super().__init__(policy.model, config, lora=policy.lora, **options)
-        self._reference = None if reference is None else self._load_reference(reference, options["temperature"])
+        self._reference: FrozenModelScorer | None = None
+        if reference is not None:
+            model = self.model
+            if self.lora is None:
+                model = empty_model(reference).requires_grad_(False)
+                host = load_model(reference) if self._team.rank == 0 else None
+                _shard(model, host, DTYPES[reference.dtype], config, self._team, replicated=set())
+            sizes: Any = {"micro_batch_tokens": config.micro_batch_tokens, "head_chunk": config.head_chunk}
+            sizes["temperature"] = options["temperature"]
+            self._reference = FrozenModelScorer(model, several_ranks=True, lora=self.lora, **sizes)
         text = self.model.config.get_text_config()
         heads = getattr(text, "num_attention_heads", 1)
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -117,16 +125,6 @@ class ShardedLearner(Learner):
         self._attention_cost = float(text.num_hidden_layers * heads * width / matrices)
         if self._forward.padded:
             self._waste = 1.0  # one forward for each micro-batch: the ranks' collective calls must be the same
-
-    def _load_reference(self, config: ModelConfig, temperature: float) -> FrozenModelScorer:
-        trainer, model = self._config, self.model
-        if self.lora is None:
-            model = empty_model(config).requires_grad_(False)
-            host = load_model(config) if self._team.rank == 0 else None
-            _shard(model, host, DTYPES[config.dtype], trainer, self._team, replicated=set())
-        sizes: Any = {"micro_batch_tokens": trainer.micro_batch_tokens, "head_chunk": trainer.head_chunk}
-        options: Any = {"temperature": temperature, "lora": self.lora}
-        return FrozenModelScorer(model, several_ranks=True, **sizes, **options)
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
         reshard(self.model)
@@ -143,7 +141,7 @@ class ShardedLearner(Learner):
                 case "logits":
                     self.logits(call.segments)
                 case "gather":
-                    self._gather()
+                    self._whole()
                 case "save_optimizer":
                     self.save_optimizer(None)
                 case "fill_optimizer":
@@ -165,15 +163,6 @@ class ShardedLearner(Learner):
         reshard(self.model)
         return logits_PV
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """All weights, on the CPU. They are valid until the next call after a step."""
-        self._gather()
-        return named_weights(self._policy.host) if self._policy.host_lora is None else self._policy.host_lora.weights()
-
-    def save_pretrained(self, folder: Path) -> None:
-        self._gather()
-        (self._policy.host_lora or self._policy.host).save_pretrained(folder)
-
     def save_optimizer(self, folder: Path | None) -> None:
         """Rank 0 writes the state of all ranks, one tensor after the other."""
         self._team.call("save_optimizer")
@@ -192,13 +181,14 @@ class ShardedLearner(Learner):
         self._team.call("fill_optimizer", names=tuple(saved))
         self.optimizer.fill(saved)
 
-    def _gather(self) -> None:
-        """Copy all weights to the model on rank 0's host, unless no step was taken since the last time."""
+    def _whole(self) -> tuple[Any, LoraModel | None]:
+        """The model on rank 0's host, with all weights of the last step. They are valid until the next step."""
         if not self._host_is_current:
             self._team.call("gather")
             host = self._policy.host
             gather(self.model, None if host is None else dict(host.named_parameters()), self._policy.dtype)
             self._host_is_current = True
+        return self._policy.host, self._policy.host_lora
 
     # ---- One step
 
