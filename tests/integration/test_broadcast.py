@@ -9,7 +9,6 @@ import pytest
 from tests.integration.runs import (
     assert_conserved,
     assert_provenance,
-    endless,
     start,
     start_processes,
     steps,
@@ -18,8 +17,6 @@ from tests.integration.runs import (
     weights_checksum,
     write_environment,
 )
-from tests.integration.test_remote import Server
-from tests.integration.test_remote import servers as servers  # noqa: PLC0414 - a fixture
 
 pytestmark = pytest.mark.slow
 BROADCAST = {"engine__kind": "http", "weights__kind": "collective"}
@@ -64,16 +61,3 @@ def test_a_run_with_deltas_equals_one_that_sends_all_weights_and_resumes(tmp_pat
     assert [step.version for step in steps(run_dir)] == list(range(1, 9))
     assert (last := steps(run_dir)[-1].update) is not None
     assert last.encoding == "delta"
-
-
-@pytest.mark.exhaustive  # test_restart.py kills receivers, and the test above has servers
-def test_servers_that_run_already_join_and_one_that_is_killed_is_named(servers: list[Server], tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    urls = f"[{', '.join(server.url for server in servers)}]"
-
-    with endless(run_dir, engine__urls=urls, launch__restarts=0, **BROADCAST) as (process, _):
-        servers[1].kill()
-        ended = wait(process)
-    assert ended.status == 1
-    assert f"engine server {servers[1].url} is gone, and all receive weights: " in ended.error
-    assert "Traceback" not in ended.out + ended.error

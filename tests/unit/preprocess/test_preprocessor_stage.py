@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
+from unittest import mock
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
-from pipelinerl.hub import wire
+from pipelinerl.hub import server, wire
 from pipelinerl.hub.client import HubReader
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
@@ -34,6 +35,7 @@ from tests.unit.hub.hub_parts import Asking, Worker, make_state
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 
 PREPROCESSOR = Preprocessor(PreprocessConfig())
+AHEAD = 3
 PREPROCESSING, TRAINING = WorkerKind(reads="unprepared"), WorkerKind(reads="prepared", follows=True)
 
 
@@ -96,7 +98,7 @@ class Run:
         state = make_state(PipelineSchedule(1_000_000), taken=self.taken)
         self.hub = Hub(state, stream, self.root, MemoryBoard())
         self.begun, self.saved_trained = sum(left), counts.trained
-        with HubServer(self.hub) as self.server:
+        with mock.patch.object(server, "PREPARED_AHEAD", AHEAD), HubServer(self.hub) as self.server:
             self.actor = Asking(self.server.connect(WorkerKind(process=0)))
             self.trainer = Worker(self.server.connect(TRAINING))
             self.queue = SampleQueue(HubReader[Prepared](self.trainer, Prepared), position=position, counts=counts)
@@ -119,6 +121,7 @@ class Run:
                 for _ in range(count):
                     self.preprocessor.settled()
                     self.stage.pump()
+                assert len(self.hub.prepared) <= AHEAD
             case "train":
                 self.train(count)
             case "checkpoint":

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipelinerl.channel import listen
 from pipelinerl.errors import BroadcastEndedError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import checksum, named_weights
+from pipelinerl.models.state import TYPES, checksum, named_weights
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.weights.broadcast.group import PROTOCOL, BroadcastGroup, Gpu, choose_backend
 from pipelinerl.weights.broadcast.receiver import BroadcastReceiver, CollectiveWeightReceiver
@@ -29,20 +29,6 @@ from tests.unit.weights.test_weights import Tied, receipt
 
 BOUND_S = 120.0
 KEY = "a key that only this test has"
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-]
 
 
 def eventually(what: Callable[[], object]) -> None:
@@ -91,11 +77,6 @@ class Rig:
         assert coordinator.meeting is not None
         assert (coordinator.meeting.host, coordinator.meeting.port) == (sender.host, sender.port)
         return coordinator
-
-    def pair(self, **options: Any) -> tuple[CollectiveWeightSender, list[CollectiveWeightReceiver]]:
-        """A sender and its two receivers."""
-        sender = self.sender(2, **options)
-        return sender, [self.receiver(sender, 0), self.receiver(sender, 1)]
 
     def close(self) -> None:
         for close in self._closing:
@@ -167,7 +148,9 @@ def test_a_run_that_ends_is_not_waited_for(rig: Rig) -> None:
 def weights_of(version: int) -> dict[str, Tensor]:
     """Weights of every type; each version changes few of them."""
     torch.manual_seed(0)
-    tensors = {f"{dtype}": torch.randint(0, 2, (50, 41)).to(dtype) for dtype in DTYPES}
+    tensors = {
+        f"{dtype}": torch.randint(0, 2, (50, 41)).to(dtype) for dtype in (*TYPES, torch.float8_e4m3fn, torch.complex64)
+    }
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 7)}
     tensors["tied"] = tensors["torch.bfloat16"]
     tensors["nan"] = torch.full((300,), float("nan"))
@@ -308,7 +291,8 @@ def test_another_protocol_is_told_apart(rig: Rig, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_receiver_that_is_gone_is_named(rig: Rig) -> None:
-    sender, receivers = rig.pair(stall_s=1.5)
+    sender = rig.sender(2, stall_s=1.5)
+    receivers = [rig.receiver(sender, index) for index in range(2)]
     digest = sender.send(0, named_weights(Tied()))
     for receiver in receivers:
         taken(receiver)
