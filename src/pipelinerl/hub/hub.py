@@ -101,7 +101,7 @@ class Hub:
             if empty and file is not None:
                 file.close()
                 file = None
-            self._files[path] = file = file or JsonLines(self._root / path, empty=empty)  # the last one that was used
+            self._files[path] = file = file or JsonLines(self._root / path, empty=empty)  # the most recently used one
             if len(self._files) > MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
             place = file.size

@@ -64,14 +64,15 @@ class RedisStream(GroupStream):
         self._written += 1
         return offset
 
-    def _commit(self, offset: int) -> None:
+    def commit(self, offset: int) -> None:
+        super().commit(offset)
         self._patiently(lambda: self._client.xtrim(self._key, minid=_id(offset), approximate=False))
 
     def close(self) -> None:
         self._client.close()
 
     def _look(self) -> tuple[list[int], int]:
-        """The offsets of all items, and the offset after the last one that was ever written."""
+        """The offsets of all items, and the offset of the next one to be written."""
         if not self._client.exists(self._key):
             return [], 0
         last = self._client.xinfo_stream(self._key)["last-generated-id"]

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -77,6 +77,7 @@ class HubServer:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        self.read, self.stages = hub.board.read, hub.board.stages
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._selector = selectors.DefaultSelector()
@@ -119,12 +120,6 @@ class HubServer:
         with self._lock:
             self._publish(status)
         self._wake.send(b"\0")
-
-    def read(self, stage: str) -> StageStatus | None:
-        return self._hub.board.read(stage)
-
-    def stages(self) -> Iterable[str]:
-        return self._hub.board.stages()
 
     # ---- connections
 
@@ -259,7 +254,7 @@ class HubServer:
         self._connections.remove(connection)
         if connection.kind.process is not None:
             self._hub.admission.lose(connection.kind.process)
-            self._tell_trainer(wire.EngineAnswer(wire.AWAY, engine=connection.kind.process))
+            self._tell_trainer(wire.EngineAnswer(wire.DEAD, engine=connection.kind.process))
         with self._failing():
             if connection.kind.reads == "unprepared":
                 self._hub.rollouts.return_to(self._hub.passed_on)

@@ -95,12 +95,11 @@ class GroupStream(ABC):
 
     def commit(self, offset: int) -> None:
         """Forget everything before `offset`."""
-        self._commit(offset)
         self.left = {number: left for number, left in self.left.items() if number >= offset}
 
     def keep(self, from_offset: int, wanted: Callable[[bytes], bool]) -> Sequence[bytes]:
         """For a resume: remove all groups before `from_offset`, and unwanted groups. Returns the others."""
-        self._commit(from_offset)
+        self.commit(from_offset)
         entries = self._entries(from_offset)
         kept = {offset: item for offset, item in entries if item and wanted(item)}  # a file of records may have lost its end
         self._remove([offset for offset, _ in entries if offset not in kept])
@@ -113,9 +112,6 @@ class GroupStream(ABC):
 
     @abstractmethod
     def _append(self, item: bytes, place: int | None) -> int: ...
-
-    @abstractmethod
-    def _commit(self, offset: int) -> None: ...
 
     @abstractmethod
     def _entries(self, start: int, limit: int | None = None) -> list[tuple[int, bytes]]:
@@ -169,7 +165,8 @@ class FileStream(GroupStream):
             self._cached_bytes += len(item)
         return number - 1
 
-    def _commit(self, offset: int) -> None:
+    def commit(self, offset: int) -> None:
+        super().commit(offset)
         self._rows("DELETE FROM items WHERE number <= ?", offset)
         self._rows("PRAGMA wal_checkpoint(PASSIVE)")
 

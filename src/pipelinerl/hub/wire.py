@@ -109,7 +109,7 @@ class Sync(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 # ---- of weights: between the trainer and the engines of generation processes, which the hub passes on
 
-ASKS, AWAY = 0, -1
+ASKS, DEAD = 0, -1
 """`number` of the answer of an engine that is ready for its first weights and, from the hub, of one whose process died."""
 
 

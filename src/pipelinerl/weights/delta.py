@@ -1,7 +1,7 @@
 """Lossless deltas: the words of a buffer that differ from an older state of it, and where they are.
 
 Both functions know bytes only, not types or tensors. A word has two bytes: one bfloat16, or half a float32. Words are
-compared as bits, so -0.0 and the payload of a NaN are kept. The buffer is divided into slices of `_SLICE` words:
+compared as bits, so -0.0 and the payload of a NaN are exact. The buffer is divided into slices of `_SLICE` words:
 
     slice       a tree of bitmaps, from the top down, and a zero byte if their number is odd
                 the changed words
@@ -66,7 +66,7 @@ def apply(delta_U8: Tensor, buffer_U8: Tensor) -> None:
 def _tree(bits: Tensor) -> Tensor:
     """The bitmaps (bytes) of booleans."""
     parts = list[Tensor]()
-    while (eights := _eights(bits)).numel() > _TOP:
+    while (eights := torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.int64)).numel() > _TOP:
         bits = eights != 0
         parts.insert(0, _packed(eights[bits]))
     tree_U8 = torch.cat([_packed(eights), *parts])
@@ -96,12 +96,7 @@ def _require(possible: bool) -> None:
         raise WeightUpdateError("the delta of a weight update is malformed: its bitmaps do not fit its length")
 
 
-def _eights(bits: Tensor) -> Tensor:
-    """Booleans as bytes of 64-bit integers."""
-    return torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.int64)
-
-
 def _packed(eights: Tensor) -> Tensor:
-    """Eight booleans per byte, the first one in the lowest bit."""
+    """Eight booleans, which are the bytes of a 64-bit integer, per byte; the first one in the lowest bit."""
     # The product moves the lowest bit of byte i of a 64-bit integer to bit 56 + i. No other products meet there.
     return ((eights * 0x0102040810204080 >> 56) & 0xFF).to(torch.uint8)

@@ -33,7 +33,7 @@ class Receiver:
     def offered(self) -> int | None:
         """The version of the newest update if it was not taken yet, or None. Costs some microseconds.
 
-        The first call asks for weights: from then on the trainer waits for this engine, which may replace one that died.
+        The first call asks for weights: from then on the trainer waits for this engine, which may replace a dead one.
         """
         if not self._asked:
             self._asked = True
@@ -63,7 +63,7 @@ class Receiver:
         """Release the memory; views returned by `poll` stay valid."""
 
     def _on_offer(self, offer: wire.Offer) -> None:
-        if offer.number > self._seen:  # one that asked while it was offered gets it twice
+        if offer.number > self._seen:  # an engine that asked while it was offered gets it twice
             self._offer, self._seen = offer, offer.number
 
     def _on_meeting(self, meeting: wire.Meeting) -> None:

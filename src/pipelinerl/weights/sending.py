@@ -95,7 +95,7 @@ class Sender(ABC):
         """The engines that have not acknowledged the last update. While there are any, `send` would wait."""
         self._hub.take()
         sent = self._sent.number if self._sent else 0
-        return [self._names[engine] for engine, answered in self._answered.items() if wire.AWAY < answered < sent]
+        return [self._names[engine] for engine, answered in self._answered.items() if wire.DEAD < answered < sent]
 
     def receipts(self) -> Sequence[UpdateReceipt]:
         """Receipts since the last call. Raises WeightUpdateError if an engine does not hold exactly what was sent."""

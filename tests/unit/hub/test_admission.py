@@ -1,4 +1,4 @@
-"""Admission over several generation processes: exact counts, one decision at a time, whoever asks."""
+"""Admission over several generation processes: exact counts, one decision at a time, for any process."""
 
 from __future__ import annotations
 

@@ -575,7 +575,7 @@ def test_weights_are_offered_to_the_engines_that_have_asked_and_their_answers_ge
         trainer.send(msgspec.structs.replace(offer, number=2))
         trainer.settled()
         second.settled()
-        assert trainer.offers[2:] == [wire.EngineAnswer(1, receipt), wire.EngineAnswer(wire.AWAY)]
+        assert trainer.offers[2:] == [wire.EngineAnswer(1, receipt), wire.EngineAnswer(wire.DEAD)]
         assert not second.offers, "it has not asked"
 
 

@@ -183,12 +183,12 @@ def test_a_process_that_is_killed_leaves_all_that_it_had_written(tmp_path: Path)
         if int(line) == 50:
             process.kill()
             break
-    said = 50 + len(process.stdout.read().splitlines())
+    printed = 50 + len(process.stdout.read().splitlines())
     process.wait()
     with closing(FileStream(tmp_path)) as stream:
         items = [int(item) for _, item in stream.read(10_000)]
     assert items == list(range(len(items)))
-    assert len(items) >= said
+    assert len(items) >= printed
 
 
 def test_a_killed_resume_changes_nothing(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_messages_of_any_size_arrive_whole_however_they_are_split(sizes: list[in
             found += there.receive()
         here.close()
         assert found + received(there, len(messages)) == messages
-        there.send(messages[0])  # nobody reads it, and nothing is kept
+        there.send(messages[0])  # nobody reads it
         assert not there.backlog
 
 

@@ -51,4 +51,4 @@ class Relay:
     def lose(self, number: int) -> None:
         """The process has died."""
         del self.engines[number]
-        self.trainer.inbox.append(wire.EngineAnswer(wire.AWAY, engine=number))
+        self.trainer.inbox.append(wire.EngineAnswer(wire.DEAD, engine=number))

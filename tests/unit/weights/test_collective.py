@@ -1,4 +1,4 @@
-"""Weights over a collective arrive as over shared memory: whole, exact, in order; whoever is missing is named."""
+"""Weights over a collective arrive as over shared memory: whole, exact, in order; a missing member is named."""
 
 from __future__ import annotations
 
@@ -414,7 +414,7 @@ def test_nccl_is_for_a_gpu_of_its_own_and_the_same_version_at_every_end(
 def test_receivers_say_which_gpu_they_have(
     rig: Rig, last: Gpu | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And one that has none, or another NCCL, is enough for gloo, which the sender says."""
+    """A receiver without one, or with another NCCL, is enough for gloo, which the sender logs."""
     gpus = {"sender": [A], "receiver": [B, last]}
     for side, found in gpus.items():
         monkeypatch.setattr(f"pipelinerl.weights.broadcast.{side}.gpu_of", lambda _, found=found: found.pop(0))

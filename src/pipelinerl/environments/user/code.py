@@ -30,7 +30,7 @@ T = TypeVar("T")
 UserFunction = Callable[..., Any]
 TOTAL = "reward"
 """The entry of a returned dict that is the reward. The others are metrics."""
-AWAY = (408, 429, 502, 503, 504)
+DEAD = (408, 429, 502, 503, 504)
 """Status codes of HTTP servers that may answer later."""
 _AWAY = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
 
@@ -140,7 +140,7 @@ def is_away(error: BaseException | None) -> bool:
             return True
         response = getattr(error, "response", error)
         status = next((got for name in ("status_code", "status", "code") if (got := getattr(response, name, None))), None)
-        if status in AWAY or _AWAY.search(type(error).__name__):
+        if status in DEAD or _AWAY.search(type(error).__name__):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

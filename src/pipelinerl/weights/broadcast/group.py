@@ -1,8 +1,8 @@
 """A `torch.distributed` group of one weight sender (rank 0) and its receivers, and the broadcast of a buffer in buckets.
 
 The group is not the default group, so a process may be in several. Gloo can't be interrupted: if the other side stops, a
-broadcast ends only at its timeout, and destroying the group waits for that. So an abandoned group is kept alive by a daemon
-thread (`end`), and the process can exit at any time.
+broadcast ends only at its timeout, and destroying the group waits for that. So a daemon thread holds an abandoned
+group (`end`), and the process can exit at any time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incoming(msgspec.Struct, frozen=True, kw_only=True):
-    """An update that is broadcast next, and offered once all have it. Only the first one has a `layout`: that of all.
+    """An update that is broadcast next, and offered once all have it. `layout`: the same for all, and only in the first one.
 
     `delta_bytes`: what is broadcast is the delta from the previous update; None: all weights.
     """
@@ -137,8 +137,8 @@ class BroadcastGroup:
         if not isinstance(self._group, _distributed.ProcessGroupGloo):
             self._group.abort()
         elif not all(work.is_completed() for work in self._works):
-            kept = (self._group, self._works)
-            threading.Thread(target=lambda _: threading.Event().wait(), args=(kept,), daemon=True).start()
+            held = (self._group, self._works)
+            threading.Thread(target=lambda _: threading.Event().wait(), args=(held,), daemon=True).start()
 
     def _wait_for(self, work: Any, check: Callable[[], None]) -> None:
         deadline_s = time.monotonic() + self._form.bound_s

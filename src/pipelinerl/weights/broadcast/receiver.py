@@ -187,7 +187,7 @@ class BroadcastReceiver:
 
 
 class CollectiveWeightReceiver(Receiver):
-    """Generation process number `index`, whose engine receives the broadcast itself. It joins when it is told where."""
+    """Generation process number `index`, whose engine receives the broadcast itself. It joins when it knows where."""
 
     def __init__(self, hub: Messages, key: str, index: int, device: torch.device = _CPU, **options: Any) -> None:
         """`options`: see `ProcessGroupRequest`."""

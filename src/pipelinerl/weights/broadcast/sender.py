@@ -212,7 +212,7 @@ class CollectiveWeightSender(Sender):
         self._offer(offer, WeightTransfer(version=offer.version, bytes=sent_U8.numel(), time_s=time_s, encoding=encoding))
 
     def _explained(self, error: BroadcastEndedError, staged: Sequence[str]) -> BroadcastEndedError:
-        """The error of a broadcast, with the names of lost receivers: those that don't notice it."""
+        """The error of a broadcast, with the names of lost receivers, which don't notice it."""
         deadline_s = time.monotonic() + self._bound_s + _EXPLANATION_S
         lost = dict(enumerate(staged))
         while lost and not self._closing.is_set() and time.monotonic() < deadline_s:
