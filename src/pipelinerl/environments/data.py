@@ -192,7 +192,7 @@ class ProblemSet:
 
 
 def read_problems(files: Files, payload: Callable[[Any, str], dict[str, Any]]) -> list[Problem]:
-    """The rows of the files as problems. `payload` makes that of a problem, from a row and its place, `FILE:NUMBER`.
+    """The rows of the files as problems. `payload` makes a problem's payload from a row and its place, `FILE:NUMBER`.
 
     Raises EnvironmentSetupError for a file without problems.
     """

@@ -85,8 +85,8 @@ def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
     asked, default = config.actor.max_tokens, type(config.actor).model_fields["max_tokens"].default
     for name, part in {config.environment.kind: environment, **getattr(environment, "inner", {})}.items():
         limit = getattr(part, "max_tokens", None) or asked
-        said = f"actor.max_tokens is {asked}, but {name} limits a turn to {limit} tokens"
-        notes += (said,) if limit < asked != default else ()
+        note = f"actor.max_tokens is {asked}, but {name} limits a turn to {limit} tokens"
+        notes += (note,) if limit < asked != default else ()
     count: int | None = getattr(environment, "training_count", None)
     if count is None:
         return notes

@@ -83,13 +83,13 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["--engine.processes=2"], "set engine.processes to 1"),
         (["--launch.kind=ray"], "launch.kind to processes"),
         (["--stream.when_full=drop_oldest"], "set stream.when_full to block"),
     ],
 )
-def test_what_it_cannot_work_with_is_refused(settings: list[Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"actor\.online_filter: .*{said}"):
+def test_what_it_cannot_work_with_is_refused(settings: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"actor\.online_filter: .*{message}"):
         load_config(None, ["--actor.online_filter={}", *settings])

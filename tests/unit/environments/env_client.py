@@ -1,4 +1,4 @@
-"""What tests of environments share: a model that says what it is told to, and errors of one line."""
+"""What tests of environments share: a model of set answers, and errors of one line."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def rollout(environment: Environment, problem: Problem, *texts: str, finish_reas
 
 
 @contextmanager
-def one_line(kind: type[PipelineRLError], said: str = "", *, match: str | None = None) -> Iterator[None]:
-    """The code raises an error of this kind. Its message is one line that contains `said`, and the pattern `match`."""
+def one_line(kind: type[PipelineRLError], message: str = "", *, match: str | None = None) -> Iterator[None]:
+    """The code raises an error of this kind. Its message is one line that contains `message`, and the pattern `match`."""
     with pytest.raises(kind, match=match) as caught:
         yield
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)

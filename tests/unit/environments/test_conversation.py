@@ -28,12 +28,12 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def chat(tokenizer: Any, *said: str, tools: Any = (), asked: str = "And now?") -> tuple[Conversation, list[ChatAnswer]]:
+def chat(tokenizer: Any, *texts: str, tools: Any = (), asked: str = "And now?") -> tuple[Conversation, list[ChatAnswer]]:
     """One chat in which the model says these things."""
-    conversation = Conversation(SamplingClient.saying(tokenizer, *said))
+    conversation = Conversation(SamplingClient.saying(tokenizer, *texts))
     answers: list[ChatAnswer] = []
     messages: list[Any] = [user("What is it?")]
-    for _ in said:
+    for _ in texts:
         answers.append(asyncio.run(conversation.ask(messages, tools)))
         messages += [answers[-1].message, user(asked)]
     return conversation, answers
@@ -225,36 +225,14 @@ def test_tool_calls_in_a_text(text, content, names, malformed) -> None:
 # ------------------------------------------------------------------------------------------------ several at once
 
 
-def test_chats_at_the_same_time_are_told_apart_and_laid_out_one_after_the_other() -> None:
-    tokenizer = make_tokenizer()
-
-    def echo(prompt_ids: Any) -> list[int]:
-        question = tokenizer.decode(prompt_ids).split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
-        return list(tokenizer.encode(f"You said {question}.<|im_end|>", add_special_tokens=False))
-
-    conversation = Conversation(SamplingClient(tokenizer, echo))
-
-    async def talk(name: str) -> None:
-        messages: list[Any] = [user(name)]
-        for number in range(3):
-            answer = await conversation.ask(messages)
-            messages += [answer.message, user(f"{name}{number}")]
-
-    async def both() -> None:
-        await asyncio.gather(talk("one"), talk("two"))
-
-    asyncio.run(both())
-    segments = join_turns(conversation.turns).segments
-    assert [len(segment.sampled) for segment in segments] == [3, 3]
-    assert conversation.metrics["new_segments"] == 1
-    assert "two" not in tokenizer.decode(segments[0].token_ids)
-
-
 def test_one_question_asked_twice_has_two_answers_and_either_can_go_on() -> None:
     tokenizer = make_tokenizer()
     conversation = Conversation(SamplingClient.saying(tokenizer, "five", "six", "a", "b", "c"))
-    first = asyncio.run(conversation.ask([user("?")]))
-    second = asyncio.run(conversation.ask([user("?")]))
+
+    async def both() -> list[ChatAnswer]:
+        return await asyncio.gather(*(conversation.ask([user("?")]) for _ in range(2)))
+
+    first, second = asyncio.run(both())
     after_second = asyncio.run(conversation.ask([user("?"), second.message, user("!")]))
     after_first = asyncio.run(conversation.ask([user("?"), first.message, user("!")]))
     other_branch = asyncio.run(conversation.ask([user("?"), first.message, user("?!")]))

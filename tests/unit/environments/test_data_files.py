@@ -52,19 +52,19 @@ def test_a_file_is_read_by_its_suffix_and_content(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    file, text, said = WRONG[name]
+    file, text, message = WRONG[name]
     Path(file).write_text(text)
-    with one_line(EnvironmentSetupError, match=said):
+    with one_line(EnvironmentSetupError, match=message):
         list(read_rows(Path(file)))
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    for name, content, said in (
+    for name, content, message in (
         ("d.jsonl", '{"a": 1}'.encode("utf-16"), "d.jsonl:1 is not JSON: "),
         ("d.parquet", b"PAR1 no PAR1", "d.parquet is not Parquet"),
     ):
         (tmp_path / name).write_bytes(content)
-        with one_line(EnvironmentSetupError, said):
+        with one_line(EnvironmentSetupError, message):
             list(read_rows(tmp_path / name))
 
 
@@ -143,7 +143,7 @@ class Task(SingleTurn):
 
 
 @pytest.mark.parametrize(
-    ("kind", "args", "said"),
+    ("kind", "args", "message"),
     [
         ("math", {"path": "d.jsonl", "judge": "numbers", "system": "x"}, "system has no effect: there is no chat"),
         ("math", {"path": "d.jsonl", "judge": "numbers", "judge_processes": 2}, "judge_processes has no effect: it is for"),
@@ -151,6 +151,6 @@ class Task(SingleTurn):
         ("agent", {"run": "a.py:f", "problems": {"kind": "gcd"}, "held_out": 0.5}, "held_out has no effect"),
     ],
 )
-def test_an_argument_without_effect_is_refused(kind: str, args: dict[str, Any], said: str) -> None:
-    with one_line(EnvironmentSetupError, said):
+def test_an_argument_without_effect_is_refused(kind: str, args: dict[str, Any], message: str) -> None:
+    with one_line(EnvironmentSetupError, message):
         make_environment(kind, args, TOKENIZER, 0)

@@ -73,8 +73,8 @@ def test_a_limit_of_the_task_below_the_one_that_was_asked_for_is_named(
     for asked in (900, 10, ActorConfig().max_tokens):
         notes = notes_of(made[0][0], RunConfig(environment=environment, actor=ActorConfig(max_tokens=asked)))
         limited = kind in ("gcd", "mixture") and asked == 900
-        said = ["actor.max_tokens is 900, but gcd limits a turn to 240 tokens"] * limited
-        assert [note for note in notes if "max_tokens" in note] == said
+        message = ["actor.max_tokens is 900, but gcd limits a turn to 240 tokens"] * limited
+        assert [note for note in notes if "max_tokens" in note] == message
 
 
 def test_how_many_steps_an_epoch_is(made: tuple[list[Environment], int], request: pytest.FixtureRequest) -> None:

@@ -212,8 +212,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line(task, name):
-    args, said = MISTAKES[name]
-    with one_line(EnvironmentSetupError, said):
+    args, message = MISTAKES[name]
+    with one_line(EnvironmentSetupError, message):
         task(**args)
 
 

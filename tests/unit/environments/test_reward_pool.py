@@ -226,7 +226,7 @@ def test_processes_end_with_a_pool_that_is_closed_or_forgotten(file):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit on CPU time ends them")
 def test_processes_end_when_that_of_the_pool_is_killed(file):
-    """In the midst of calls, even of those that never return to Python."""
+    """During calls, even if they never return to Python."""
     code = (
         "import asyncio\n"
         "from pipelinerl.environments.user.pool import FunctionPool, Limits\n"
@@ -252,18 +252,18 @@ def test_processes_end_when_that_of_the_pool_is_killed(file):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("raise ValueError('no table')", "wrong.py can't be imported: wrong.py, line 1: ValueError: no table"),
         ("import os\nos._exit(5)", "its process ended with status 5"),
         ("import time\ntime.sleep(60)", "it took longer than 0.7 s"),
     ],
 )
-def test_a_file_that_fails_in_the_process_is_an_error_of_one_line(tmp_path, text, said):
+def test_a_file_that_fails_in_the_process_is_an_error_of_one_line(tmp_path, text, message):
     (tmp_path / "wrong.py").write_text(text)
     limits = Limits(start_timeout_s=0.7 if "sleep" in text else 30)
     (error,) = play(FunctionPool({"act": f"{tmp_path}/wrong.py:act"}, limits), ["count"])
-    assert (type(error), said in str(error)) == (EnvironmentSetupError, True)
+    assert (type(error), message in str(error)) == (EnvironmentSetupError, True)
 
 
 def test_a_file_may_import_its_neighbours_but_shadows_nothing(tmp_path):

@@ -25,9 +25,9 @@ def calling(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def play(environment: Any, problem: Problem, *said: str) -> tuple[Rollout, str]:
-    """The rollout in which the model says these things, and all that was said in it."""
-    client = SamplingClient.saying(TOKENIZER, *said)
+def play(environment: Any, problem: Problem, *texts: str) -> tuple[Rollout, str]:
+    """The rollout in which the model says these things, and its whole text."""
+    client = SamplingClient.saying(TOKENIZER, *texts)
     rollout = asyncio.run(environment.rollout(problem, client))
     assert len(join_turns(rollout.turns).segments) == 1
     turn = rollout.turns[-1]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.environments.user.code import is_away, names_a_function, run_to_end, score_of
+from pipelinerl.environments.user.code import is_unreachable, names_a_function, run_to_end, score_of
 from pipelinerl.environments.user.function import FunctionOptions, Functions
 from pipelinerl.errors import RolloutError
 from pipelinerl.types import finite
@@ -54,7 +54,7 @@ from pathlib import Path
 
 CALLS = Path(__file__).with_name("calls")
 
-def away(error):
+def refuse(error):
     calls = len(CALLS.read_text()) if CALLS.exists() else 0
     CALLS.write_text("x" * (calls + 1))
     if calls < 2:
@@ -62,13 +62,13 @@ def away(error):
     return 1.0
 
 def judge(completion, example):
-    return away(ConnectionRefusedError("no judge"))
+    return refuse(ConnectionRefusedError("no judge"))
 
 async def judge_async(completion, example):
-    return away(TimeoutError("no answer"))
+    return refuse(TimeoutError("no answer"))
 
 def wrong(completion, example):
-    return away(ValueError("a bad answer"))
+    return refuse(ValueError("a bad answer"))
 """
 
 
@@ -82,7 +82,7 @@ def wrong(completion, example):
         ("wrong", 2, "RuntimeError: reward: rewards.py, line 10: ValueError: a bad answer", []),
     ],
 )
-def test_a_function_is_called_again_while_its_server_is_away_and_after_no_other_error(
+def test_a_function_is_called_again_while_its_server_is_unreachable_and_after_no_other_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, str, list[int]], isolate: bool
 ) -> None:
     name, retries, error, pauses = case
@@ -118,13 +118,13 @@ def caused(error: Exception) -> Exception:
     return outer
 
 
-def test_what_counts_as_away() -> None:
+def test_what_counts_as_refuse() -> None:
     named = type("APIConnectionError", (Exception,), {})()  # as clients of APIs name it; it is no OSError
-    away = [ConnectionResetError(), TimeoutError(), socket.gaierror(), status(503), status(429), named]
-    away += [urllib.error.HTTPError("http://judge", 502, "bad gateway", {}, None), caused(ConnectionResetError())]  # type: ignore[arg-type]
-    assert all(map(is_away, away))
+    unreachable = [ConnectionResetError(), TimeoutError(), socket.gaierror(), status(503), status(429), named]
+    unreachable += [urllib.error.HTTPError("http://judge", 502, "bad gateway", {}, None), caused(ConnectionResetError())]  # type: ignore[arg-type]
+    assert all(map(is_unreachable, unreachable))
     here = [ValueError(), FileNotFoundError(), status(400), caused(KeyError("a")), None, OSError("no such table")]
-    assert not any(map(is_away, here))
+    assert not any(map(is_unreachable, here))
 
 
 # ---- work that needs an event loop, called where one is running or not

@@ -48,7 +48,7 @@ from pipelinerl.types import Completion, Turn
 class Prompt:
     """A prompt: `ids`, and `text`, the text that they encode.
 
-    `given` are the caller's messages; `rendered` are those that the template was rendered with. `before` is the answer that
+    `given` are the caller's messages; `rendered` are the messages that the template got. `before` is the answer that
     this prompt continues by ids. `rewritten`: the messages continue an answer, but the history was rewritten.
     """
 
@@ -152,7 +152,7 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All calls so far, chat by chat; each call follows the one that it continues."""
+        """All calls so far, chat by chat; each call follows the call that it continues."""
         paths: dict[ChatAnswer | None, tuple[int, ...]] = {None: ()}
         for number, answer in enumerate(self.answers):
             paths[answer] = (*paths.get(answer.prompt.before, ()), number)

@@ -23,7 +23,7 @@ from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall,
 from verifiers.utils.env_utils import env_module_name
 
 from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation
-from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread, is_away
+from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread, is_unreachable
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Problem, Rollout
@@ -249,7 +249,7 @@ def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[.
             line = f"{wrapper.__name__} raised {type(error).__name__}: {' '.join(str(error).split())}"
             hint = " (set environment.args.threads to false)" if of_thread else ""
             if (errors := _errors.get()) is not None:
-                errors.append(line + hint if of_thread or is_away(error) else "")
+                errors.append(line + hint if of_thread or is_unreachable(error) else "")
             raise
 
     return wrapper

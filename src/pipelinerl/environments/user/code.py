@@ -30,9 +30,9 @@ T = TypeVar("T")
 UserFunction = Callable[..., Any]
 TOTAL = "reward"
 """The entry of a returned dict that is the reward. The others are metrics."""
-DEAD = (408, 429, 502, 503, 504)
+UNREACHABLE = (408, 429, 502, 503, 504)
 """Status codes of HTTP servers that may answer later."""
-_AWAY = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
+_UNREACHABLE = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
 
 # ---- finding a class or function in a file or module
 
@@ -130,7 +130,7 @@ def describe(error: BaseException, spec: str) -> str:
     return ("" if line is None else f"{name}, line {line}: ") + f"{type(error).__name__}: {text}{notes}"
 
 
-def is_away(error: BaseException | None) -> bool:
+def is_unreachable(error: BaseException | None) -> bool:
     """Whether a call failed because a server can't be reached now, is overloaded, or answered too late for its client.
 
     Clients wrap such errors in their own, with the cause, the status of the answer, or a telling name.
@@ -140,7 +140,7 @@ def is_away(error: BaseException | None) -> bool:
             return True
         response = getattr(error, "response", error)
         status = next((got for name in ("status_code", "status", "code") if (got := getattr(response, name, None))), None)
-        if status in DEAD or _AWAY.search(type(error).__name__):
+        if status in UNREACHABLE or _UNREACHABLE.search(type(error).__name__):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
@@ -235,7 +235,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of calls, and of the up to `workers` processes that they are made in.
 
     `memory_mb` is what a call may use beyond what its process uses after the imports. `retries`: how often a call is made
-    again if a server that it asks is away. `writes`: the only folders below which a call can write; None: not limited.
+    again if a server that it asks can't be reached. `writes`: the only folders below which a call can write; None: not limited.
     `start_timeout_s` limits the import of the functions' files, or the construction of an instance of a user's class.
     """
 
@@ -248,7 +248,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs to make an instance of a user's class: that of `make_environment`, and where its parts are found.
+    """What a worker needs to make an instance of a user's class: what `make_environment` gets, and where its parts are found.
 
     `tokenizer` is a folder or id, "" if that is not known. `search` is the module search path of the pool's process.
     """
@@ -286,6 +286,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a call: `value` if it returned, else `error` (one line). Number 0 is the outcome of the imports."""
 
     number: int
-    outcome: Literal["returned", "raised", "away", "bad_value"] = "returned"
+    outcome: Literal["returned", "raised", "unreachable", "bad_value"] = "returned"
     value: Any = None
     error: str = ""

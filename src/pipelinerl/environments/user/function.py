@@ -27,7 +27,7 @@ from pipelinerl.environments.user.code import (
     TOTAL,
     describe,
     find_function,
-    is_away,
+    is_unreachable,
     names_a_function,
     score_of,
 )
@@ -96,7 +96,7 @@ class Functions:
         self._slots = asyncio.Semaphore(options.concurrency)
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """What the function returns; called again if a server that it asks is away. Raises as `FunctionPool.call`."""
+        """What the function returns; called again if a server that it asks can't be reached. Raises as `FunctionPool.call`."""
         if name in self._pooled:
             return await self._pool.call(name, *arguments)
         return await retried(functools.partial(self._call_here, name, *arguments), self._options.retries)
@@ -113,7 +113,7 @@ class Functions:
             if limit.expired():
                 what = f"{name} ({Path(self._specs[name]).name})"
                 raise TimeoutError(f"{what}: it took longer than {timeout_s:g} s") from None
-            kind = ConnectionError if is_away(error) else RuntimeError
+            kind = ConnectionError if is_unreachable(error) else RuntimeError
             raise kind(f"{name}: {describe(error, self._specs[name])}") from error
 
 
@@ -240,7 +240,7 @@ class ToolsOptions(FunctionOptions, frozen=True):
 
 
 class Tools(Function):
-    """A `Function` whose model may call user functions before it answers; the reward is that of the last turn's text.
+    """A `Function` whose model may call user functions before it answers; the reward judges the last turn's text.
 
     If a tool raises an error or exceeds a limit, the model is shown it.
     """

@@ -80,9 +80,9 @@ class FunctionPool:
     async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """What the function returns for these arguments. The wait for a free process has no time limit.
 
-        Raises RuntimeError with one line if the function raised, ConnectionError if that `is_away`, RolloutError if it
-        returned something that isn't JSON (such as a number that isn't finite), TimeoutError, MemoryError, ChildProcessError
-        if its process died, and EnvironmentSetupError if no process can be started.
+        Raises RuntimeError with one line if the function raised, ConnectionError if that `is_unreachable`, RolloutError if it
+        returned something that isn't JSON (such as a number that isn't finite), TimeoutError, MemoryError,
+        ChildProcessError if its process died, and EnvironmentSetupError if no process can be started.
         """
         return await retried(partial(self._call, name, arguments, named), self._limits.retries)
 
@@ -107,7 +107,7 @@ class FunctionPool:
             self._idle.append(worker)
         if reply.outcome == "returned":
             return reply.value
-        kinds = {"bad_value": RolloutError, "away": ConnectionError}
+        kinds = {"bad_value": RolloutError, "unreachable": ConnectionError}
         raise kinds.get(reply.outcome, RuntimeError)(reply.error)
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ async def retried(call: Callable[[], Coroutine[Any, Any, T]], retries: int) -> T
 
 
 def reward_pool(task: Task, kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> FunctionPool:
-    """A pool with the function `reward`, which is that of an instance of the user's class.
+    """A pool with the function `reward`: the method of an instance of the user's class.
 
     Raises EnvironmentSetupError for limits that are none, and for arguments that can't be sent to a process.
     """

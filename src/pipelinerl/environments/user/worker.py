@@ -37,7 +37,7 @@ from pipelinerl.environments.user.code import (
     UserFunction,
     describe,
     find_function,
-    is_away,
+    is_unreachable,
     plain,
 )
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
@@ -90,7 +90,7 @@ def answer(call: FunctionCall, function: UserFunction, spec: str) -> bytes:
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included; only this call fails
-        outcome: Literal["away", "raised"] = "away" if is_away(error) else "raised"
+        outcome: Literal["unreachable", "raised"] = "unreachable" if is_unreachable(error) else "raised"
         return _encode(Reply(number=call.number, outcome=outcome, error=f"{call.name}: {describe(error, spec)}"))
 
 
