@@ -103,7 +103,10 @@ class Actor:
         """
         self._hand_over()
         await self._take_weights()
-        verdict = await self._start_rollouts()
+        if self._evaluations.advance(self._engine.version):
+            await self._awake.settle()  # its attempts submit their requests, which leave less room for groups
+        verdict = self._start_groups()
+        await self._awake.settle()
         stepped = await self._engine.advance()
         await self._awake.settle()
         self._groups.check()
@@ -126,14 +129,6 @@ class Actor:
             if update is not None:
                 self._receiver.acknowledge(await self._engine.update_weights(update))
         self._probe.ask()
-
-    async def _start_rollouts(self) -> Verdict:
-        """Start attempts of an evaluation that is due, then groups. Returns why no more groups were started."""
-        if self._evaluations.advance(self._engine.version):
-            await self._awake.settle()  # they submit their requests, which leave less room for groups
-        verdict = self._start_groups()
-        await self._awake.settle()
-        return verdict
 
     def _start_groups(self) -> Verdict:
         """Start groups while the engine has room. Returns why no more were started, or an allowing verdict if it is full.

@@ -41,7 +41,7 @@ class Evaluations:
     Before and after training, nothing else uses the engine. During training, an evaluation takes a share of the engine's
     slots. One is due when the engine's version reaches or passes a multiple of `config.every`, before version `until`, which
     is evaluated after training. Weights keep changing while it runs; each token records the version that sampled it. An
-    evaluation that is due while another one runs is skipped and counted, as is an evaluation that is still running when training ends.
+    evaluation that is due while another one runs is skipped and counted, as is an evaluation that training's end interrupts.
 
     Seeds depend only on a problem's position, so that evaluations of different weights, or in different runs, differ only by
     the weights. A failed attempt fails one problem only.

@@ -29,7 +29,7 @@ RECENT_ATTEMPTS = 1024
 class OpenGroup:
     """A group with running attempts.
 
-    `problem` is the problem as it is recorded. `outcomes` maps the number of each ended attempt to its outcome. `lengths` are the
+    `problem` is as recorded. `outcomes` maps the number of each ended attempt to its outcome. `lengths` are the
     sampled tokens of ended attempts, in order of completion.
     """
 

@@ -78,7 +78,7 @@ def wrong_chat(messages: Sequence[Message], system: str = "") -> str | None:
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any] | None, *, chat: bool = True) -> dict[str, Any]:
-    """The options; none for None. Raises EnvironmentSetupError for an option without effect. `chat`: the template is used."""
+    """The options; none for None. Raises EnvironmentSetupError for any without effect. `chat`: the template is used."""
     template = str(getattr(tokenizer, "chat_template", None) or "") if chat else ""
     for name in options or {}:
         if name in _OWN_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", template):

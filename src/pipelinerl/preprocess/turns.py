@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipelinerl.errors import RolloutError
@@ -36,41 +35,26 @@ def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
     segments: list[Segment] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    current = _OpenSegment()
+    token_ids: list[int] = []  # of the segment under construction, as `sampled`
+    sampled: list[tuple[int, int]] = []
+
+    def finish() -> None:
+        if sampled:
+            segments.append(Segment(token_ids=tuple(token_ids[: sampled[-1][1]]), sampled=tuple(sampled)))
+
     for number, turn in enumerate(turns):
-        turn_versions = _check(turn, number)
-        if not current.is_continued_by(turn.prompt_ids):
-            segments += current.finish()
-            current = _OpenSegment()
-        current.add(turn)
+        versions += _check(turn, number)
         logprobs += turn.completion.logprobs
-        versions += turn_versions
-    segments += current.finish()
+        if list(turn.prompt_ids[: len(token_ids)]) != token_ids:
+            finish()
+            token_ids, sampled = [], []
+        token_ids += turn.prompt_ids[len(token_ids) :]
+        start = len(token_ids)
+        token_ids += turn.completion.token_ids
+        if len(token_ids) > start:
+            sampled.append((start, len(token_ids)))
+    finish()
     return JoinedTurns(tuple(segments), tuple(logprobs), tuple(versions))
-
-
-@dataclass
-class _OpenSegment:
-    """A segment under construction."""
-
-    token_ids: list[int] = field(default_factory=list)
-    sampled: list[tuple[int, int]] = field(default_factory=list)
-
-    def is_continued_by(self, prompt_ids: Sequence[int]) -> bool:
-        return list(prompt_ids[: len(self.token_ids)]) == self.token_ids
-
-    def add(self, turn: Turn) -> None:
-        self.token_ids += turn.prompt_ids[len(self.token_ids) :]
-        start = len(self.token_ids)
-        self.token_ids += turn.completion.token_ids
-        if len(self.token_ids) > start:
-            self.sampled.append((start, len(self.token_ids)))
-
-    def finish(self) -> list[Segment]:
-        if not self.sampled:
-            return []
-        _, end = self.sampled[-1]
-        return [Segment(token_ids=tuple(self.token_ids[:end]), sampled=tuple(self.sampled))]
 
 
 def _check(turn: Turn, number: int) -> list[int]:

@@ -83,9 +83,9 @@ def test_what_is_no_fault_of_the_answer_is_raised(monkeypatch):
 
     monkeypatch.setattr(reasoning_gym, "_cached_tasks", lambda *_: Broken())
     with pytest.raises(KeyError, match="a fault of the task"):
-        score({"name": "any", "args": {}}, {"seed": 1, "index": 0, "question": "?"}, "2")
+        score("any", "{}", {"seed": 1, "index": 0, "question": "?"}, "2")
     with pytest.raises(RolloutError, match="PYTHONHASHSEED=0"):
-        score({"name": "any", "args": {}}, {"seed": 1, "index": 0, "question": "another?"}, "1")
+        score("any", "{}", {"seed": 1, "index": 0, "question": "another?"}, "1")
 
 
 @pytest.mark.parametrize(

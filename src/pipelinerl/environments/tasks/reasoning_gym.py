@@ -66,7 +66,8 @@ class ReasoningGym(QuestionTask):
         """Raises MissingDependencyError, and EnvironmentSetupError for an unknown or refused task, or wrong arguments."""
         self._options = options = ReasoningGymOptions.read(args)
         super().__init__(tokenizer, seed, options)
-        self._chunk = lru_cache(maxsize=4)(partial(make_tasks, options.task, options.args or {}))
+        self._arguments = msgspec.json.encode(options.args or {}).decode()
+        self._chunk = lru_cache(maxsize=4)(partial(make_tasks, options.task, self._arguments))
         source = inspect.getsource(type(self._chunk(0)))
         if _RUNS_TEXT.search(source) and not options.runs_answers:
             raise EnvironmentSetupError(
@@ -106,11 +107,12 @@ class ReasoningGym(QuestionTask):
         """Metrics: `marked`, `score_failed` (a limit was exceeded, or a crash) and `score_raised` (the task raised an error
         over the answer) are 1 or 0. Raises if the task can't score its own answer either."""
         answers = _MARKED.findall(turn.text) if self._options.marked else [turn.text]
-        task = {"name": self._options.task, "args": self._options.args or {}}
         score, failed = 0.0, False
         if answers:
             try:
-                score = await self._pool.call("score", task, problem.payload, answers[-1].strip())
+                score = await self._pool.call(
+                    "score", self._options.task, self._arguments, problem.payload, answers[-1].strip()
+                )
             except CALL_ENDED:
                 failed = True
         raised = score is None
@@ -134,8 +136,8 @@ class ReasoningGym(QuestionTask):
 # the seed and the index, so these identify it in that process.
 
 
-def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
-    """The data set of `CHUNK` entries for a seed.
+def make_tasks(name: str, arguments: str, seed: int) -> Any:
+    """The data set of `CHUNK` entries for a seed. `arguments` of the task are JSON.
 
     Raises MissingDependencyError without the package, EnvironmentSetupError for an unknown task or wrong arguments.
     """
@@ -146,24 +148,26 @@ def make_tasks(name: str, arguments: Mapping[str, Any], seed: int) -> Any:
         close = get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
         raise EnvironmentSetupError(f"environment.args.task {name!r} is not in reasoning-gym; it has {', '.join(close)}")
     try:
-        return create_dataset(name, seed=seed, size=CHUNK, **arguments)
+        return create_dataset(name, seed=seed, size=CHUNK, **msgspec.json.decode(arguments))
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EnvironmentSetupError(f"environment.args.args don't fit {name} of reasoning-gym: {reason}") from error
 
 
-def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> float | None:
-    """The score of `answer`; None if the task raises an error over it. `task` has `name` and `args`; `entry` has the seed,
-    index and question of a problem.
+_cached_tasks = lru_cache(maxsize=8)(make_tasks)
+
+
+def score(name: str, arguments: str, entry: Mapping[str, Any], answer: str) -> float | None:
+    """The score of `answer`; None if the task raises an error over it. `entry` has a problem's seed, index and question.
 
     Raises RolloutError if the entry has another question in this process than where the problem was created, and what the
     task raises over the entry's own answer.
     """
-    tasks = _cached_tasks(task["name"], msgspec.json.encode(task["args"], order="deterministic"), entry["seed"])
+    tasks = _cached_tasks(name, arguments, entry["seed"])
     found = tasks[entry["index"]]
     if found["question"] != entry["question"]:
         raise RolloutError(
-            f"{task['name']} of reasoning-gym gives other problems in another process: they depend on the order of Python's "
+            f"{name} of reasoning-gym gives other problems in another process: they depend on the order of Python's "
             "sets; set PYTHONHASHSEED=0 in the environment that starts the run"
         )
     try:
@@ -173,8 +177,3 @@ def score(task: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> flo
     except Exception:  # noqa: BLE001 - third-party code may raise anything over an answer of a model
         tasks.score_answer(found["answer"], found)
         return None
-
-
-@lru_cache(maxsize=8)
-def _cached_tasks(name: str, arguments: bytes, seed: int) -> Any:
-    return make_tasks(name, msgspec.json.decode(arguments), seed)

@@ -235,7 +235,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of calls, and of the up to `workers` processes that they are made in.
 
     `memory_mb` is what a call may use beyond what its process uses after the imports. `retries`: how often a call is made
-    again if a server that it asks can't be reached. `writes`: the only folders below which a call can write; None: not limited.
+    again if a server that it asks can't be reached. `writes`: the only folders below which a call can write, or None.
     `start_timeout_s` limits the import of the functions' files, or the construction of an instance of a user's class.
     """
 
@@ -248,7 +248,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs to make an instance of a user's class: what `make_environment` gets, and where its parts are found.
+    """What a worker needs for an instance of a user's class: what `make_environment` gets, and where its parts are.
 
     `tokenizer` is a folder or id, "" if that is not known. `search` is the module search path of the pool's process.
     """

@@ -96,7 +96,7 @@ class Functions:
         self._slots = asyncio.Semaphore(options.concurrency)
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """What the function returns; called again if a server that it asks can't be reached. Raises as `FunctionPool.call`."""
+        """What the function returns. Retries and errors are as in `FunctionPool.call`."""
         if name in self._pooled:
             return await self._pool.call(name, *arguments)
         return await retried(functools.partial(self._call_here, name, *arguments), self._options.retries)

@@ -80,8 +80,8 @@ class FunctionPool:
     async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """What the function returns for these arguments. The wait for a free process has no time limit.
 
-        Raises RuntimeError with one line if the function raised, ConnectionError if that `is_unreachable`, RolloutError if it
-        returned something that isn't JSON (such as a number that isn't finite), TimeoutError, MemoryError,
+        Raises RuntimeError with one line if the function raised, ConnectionError if that `is_unreachable`, RolloutError
+        if it returned something that isn't JSON (such as a number that isn't finite), TimeoutError, MemoryError,
         ChildProcessError if its process died, and EnvironmentSetupError if no process can be started.
         """
         return await retried(partial(self._call, name, arguments, named), self._limits.retries)

@@ -30,7 +30,6 @@ from pipelinerl.environments.user.code import (
     LINE_SIGNAL,
     OUT_OF_MEMORY,
     FunctionCall,
-    Limits,
     Reply,
     Start,
     TaskSource,
@@ -62,7 +61,11 @@ def main(argument: str) -> int:
     except EnvironmentSetupError as error:
         connection.sendall(_encode(Reply(number=0, outcome="raised", error=str(error))))
         return 1
-    _limit_memory(start.limits)
+    with suppress(OSError, ValueError):  # not every system has these limits
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + (start.limits.memory_mb << 20)  # the imports don't count
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     connection.sendall(_encode(Reply(number=0)))
     decoder, process = msgspec.json.Decoder(FunctionCall), os.getpid()
     for line in connection.makefile("rb"):
@@ -146,18 +149,6 @@ class _LazyTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loaded, name)
-
-
-# ---- limits
-
-
-def _limit_memory(limits: Limits) -> None:
-    """Limit memory to `memory_mb` beyond the present use, so that the imports don't count."""
-    with suppress(OSError, ValueError):  # not every system has these limits
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + (limits.memory_mb << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 # ---- where a process, and all that it starts, may write: Landlock, a part of Linux since 5.13 (landlock(7))
