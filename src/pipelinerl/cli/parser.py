@@ -69,10 +69,11 @@ class Commands:
         """The options of the command, and the run-file settings. Raises UserError."""
         own, settings = self.split(arguments)
         options = self.root.parse_args(own)
-        if settings and not (options.command and options.keys):
-            command, flag = options.command or "without a command", settings[0].partition("=")[0]
-            hint = OLD_NAMES.get(f"{command} {flag}", "see `pipelinerl --help`")
-            raise UserError(f"pipelinerl {command} has no flag {flag} ({hint})")
+        command = options.command or "without a command"
+        for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
+            hint = OLD_NAMES.get(f"{command} {flag}")
+            if hint or not (options.command and options.keys):
+                raise UserError(f"pipelinerl {command} has no flag {flag} ({hint or 'see `pipelinerl --help`'})")
         return options, settings
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:

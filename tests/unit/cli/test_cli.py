@@ -75,6 +75,7 @@ def test_version_and_help(capsys: Capture) -> None:
             "--metrics.plot: 'run.yaml' is not allowed here; this takes true or false",
         ),
         (["train", "--resum", "x"], "unknown flag --resum; did you mean `--resume`?"),
+        (["train", "--verbose"], "pipelinerl train has no flag --verbose (the table at the end always has all rows)"),
         (["train", "--resume"], "argument --resume: expected one argument"),
         (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
     ],
