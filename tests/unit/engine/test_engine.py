@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from pipelinerl.engine import LocalEngine, flat, local
+from pipelinerl.engine.static import engine_for
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import state
@@ -101,19 +103,17 @@ def test_cancelling_the_leader_of_a_shared_prefill_leaves_the_others_right() -> 
 def test_a_request_that_can_not_be_served_fails_alone_with_the_numbers() -> None:
     served = engine()
     served.submit(request("good", max_tokens=4))
-    with pytest.raises(PromptTooLongError, match=r"90 prompt tokens \+ 7 new tokens > 96"):
-        served.submit(request("long", (3,) * 90, 7))
-    with pytest.raises(RequestError, match="empty prompt"):
-        served.submit(request("empty", ()))
-    with pytest.raises(RequestError, match="vocabulary"):
-        served.submit(request("garbage", (3, VOCABULARY)))
-    with pytest.raises(RequestError, match="already"):
-        served.submit(request("good"))
-    with pytest.raises(RequestError, match="0 tokens"):
-        served.submit(request("none", max_tokens=0))
-    for odd in ({"top_p": 0.0}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": -1.0}):
-        with pytest.raises(RequestError, match="out of range"):
-            served.submit(request("odd", **odd))
+    odd = ({"top_p": 0.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": -1.0})
+    for refused, problem in (
+        (request("long", (3,) * 90, 7), r"90 prompt tokens \+ 7 new tokens > 96"),
+        (request("empty", ()), "empty prompt"),
+        (request("garbage", (3, VOCABULARY)), "vocabulary"),
+        (request("good"), "already"),
+        (request("none", max_tokens=0), "0 tokens"),
+        *((request("odd", **options), "out of range") for options in odd),
+    ):
+        with pytest.raises(PromptTooLongError if refused.id == "long" else RequestError, match=problem):
+            served.submit(refused)
     assert set(drain(served)) == {"good"}
 
 
@@ -134,21 +134,31 @@ def test_an_update_neither_drops_nor_delays_a_sequence() -> None:
 
 
 def test_an_update_that_does_not_fit_changes_nothing() -> None:
-    model = make_model("llama")
-    served = LocalEngine(model, slots=4, max_length=96, flatten=False, version=5)
-    before = checksum(named_weights(model))
+    served = engine(version=5)
+    served.submit(request("x", max_tokens=30))
+    for _ in range(5):
+        served.step()
     good = update_of(1, version=6)
-    missing = dict(list(good.tensors.items())[1:])
-    with pytest.raises(WeightUpdateError):
-        served.update_weights(WeightUpdate(6, good.checksum, missing))
-    misshapen = {name: tensor[..., :-1] for name, tensor in good.tensors.items()}
-    with pytest.raises(WeightUpdateError):
-        served.update_weights(WeightUpdate(6, good.checksum, misshapen))
-    with pytest.raises(WeightUpdateError, match="older"):
-        served.update_weights(update_of(1, version=4))
-    assert checksum(named_weights(model)) == before
+    name = "model.norm.weight"
+    broken = {value: good.tensors[name].clone().index_fill_(0, torch.tensor(3), value) for value in (math.nan, math.inf)}
+    for changed, problem in (
+        (good._replace(tensors=dict(list(good.tensors.items())[1:])), "missing"),
+        (good._replace(tensors={key: tensor[..., :-1] for key, tensor in good.tensors.items()}), "of another shape"),
+        (good._replace(version=4), "older"),
+        *(
+            (
+                good._replace(tensors={**good.tensors, name: weight}),
+                r"1 with values that are not finite \(model.norm.weight\)",
+            )
+            for weight in broken.values()
+        ),
+    ):
+        with pytest.raises(WeightUpdateError, match=problem):
+            served.update_weights(changed)
+    assert served.version == 5
+    assert drain(served)["x"].token_ids == engine().generate([request("x", max_tokens=30)])[0].token_ids
     served.update_weights(good)
-    assert checksum(named_weights(model)) == good.checksum
+    assert checksum(named_weights(served._runner.model)) == good.checksum
 
 
 def too_large(version: int) -> WeightUpdate:
@@ -160,26 +170,11 @@ def too_large(version: int) -> WeightUpdate:
     return WeightUpdate(version, checksum(tensors), tensors)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_refused_and_change_nothing(value: float) -> None:
-    served = engine()
-    served.submit(request("x", max_tokens=30))
-    for _ in range(5):
-        served.step()
-    tensors = dict(update_of(1, version=1).tensors)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].clone()
-    tensors["model.norm.weight"][3] = value
-    with pytest.raises(WeightUpdateError, match=r"1 with values that are not finite \(model.norm.weight\)"):
-        served.update_weights(WeightUpdate(1, checksum(tensors), tensors))
-    assert served.version == 0
-    assert drain(served)["x"] == engine().generate([request("x", max_tokens=30)])[0]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_end_the_engine_by_an_error(temperature: float, stream: bool) -> None:
+@pytest.mark.parametrize("decoding", ["packed", "static"])
+@pytest.mark.parametrize(("temperature", "stream"), [(0.0, True), (1.0, False), (1.0, True)])
+def test_logits_that_are_not_finite_end_the_engine_by_an_error(temperature: float, stream: bool, decoding: Any) -> None:
     """Finite weights can be too large to compute with."""
-    served = engine()
+    served = engine_for(make_model("llama"), decoding=decoding, slots=4, max_length=96, flatten=False)
     served.submit(request("x", max_tokens=30, temperature=temperature, stream=stream))
     for _ in range(5):
         served.step()
@@ -234,28 +229,25 @@ def test_on_a_device_sums_are_compared_and_nothing_is_copied_to_the_host(monkeyp
 
 
 @pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("fault", ["after the copy", "before they were hashed", "rounded to another type"])
 @pytest.mark.usefixtures("on_device")
-def test_a_parameter_that_changes_after_the_copy_is_found_out(sums: bool) -> None:
-    model = make_model("llama")
-    served = LocalEngine(model, slots=4, max_length=96, flatten=False)
-    update = update_of(1, version=1)
+def test_weights_that_are_not_those_of_the_update_are_found_out(fault: str, sums: bool) -> None:
+    model, update = make_model("llama"), update_of(1, version=1)
+    served = LocalEngine(model.bfloat16() if "rounded" in fault else model, slots=4, max_length=96, flatten=False)
+    update = with_sums(update) if sums else update
+    if fault == "before they were hashed":
+        update = update._replace(tensors=update_of(2, version=1).tensors)
     copied = served._runner.weights_changed
 
     def damaged() -> None:
         copied()
-        named_weights(model)["model.norm.weight"].view(torch.int32)[3] ^= 1
+        if fault == "after the copy":
+            named_weights(model)["model.norm.weight"].view(torch.int32)[3] ^= 1
 
     served._runner.weights_changed = damaged  # type: ignore[method-assign]
     with pytest.raises(WeightUpdateError, match="after the update to version 1 engine 'engine' holds weights of checksum"):
-        served.update_weights(with_sums(update) if sums else update)
+        served.update_weights(update)
     assert served.version == 0
-
-
-@pytest.mark.usefixtures("on_device")
-def test_weights_that_were_damaged_before_they_were_hashed_are_found_out_by_their_sums() -> None:
-    sent, damaged = update_of(1, version=1), update_of(2, version=1)
-    with pytest.raises(WeightUpdateError, match="holds weights of checksum"):
-        engine().update_weights(damaged._replace(device_checksum=device_checksum(sent.tensors)))
 
 
 def test_an_engine_on_the_cpu_verifies_the_checksum_of_an_update_with_sums() -> None:
@@ -393,28 +385,3 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert found.weight_versions == expected.weight_versions
-
-
-def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
-    probe = request("probe", (9, 8, 7, 6), 40)
-    alone = engine().generate([probe])[0]
-    generator = random.Random(0)
-    for crowd in range(3):
-        others = [
-            request(f"o{i}", tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))), 3 + i)
-            for i in range(11)
-        ]
-        position = generator.randrange(11)
-        found = engine(slots=5).generate([*others[:position], probe, *others[position:]])[position]
-        assert found.token_ids == alone.token_ids, crowd
-        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-
-
-@pytest.mark.parametrize("sums", [True, False])
-@pytest.mark.usefixtures("on_device")
-def test_an_engine_of_another_type_than_the_update_is_found_out(sums: bool) -> None:
-    """Its weights are rounded, so they are not what the trainer has."""
-    served = LocalEngine(make_model("llama").bfloat16(), slots=4, max_length=96, flatten=False)
-    update = update_of(1, version=1)
-    with pytest.raises(WeightUpdateError, match="holds weights of checksum"):
-        served.update_weights(with_sums(update) if sums else update)

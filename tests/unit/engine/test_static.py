@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.static import StaticEngine, engine_for
-from pipelinerl.errors import LogitsError, UnsupportedModelError
+from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.serving.wire import token_events
 from pipelinerl.types import GenerationRequest, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
 from tests.parity.test_engine import full_forward_logprobs
-from tests.unit.engine.test_engine import drain, request, too_large, update_of
+from tests.unit.engine.test_engine import drain, request, update_of
 
 
 def static(slots: int = 4, **options: Any) -> StaticEngine:
@@ -135,16 +135,6 @@ def test_a_row_that_ended_before_an_update_keeps_the_versions_it_was_made_with()
     assert spans == {"short": [(0, 2)], "long": [(0, 2), (1, 9)]}
     assert [span.version for span in done["short"].prompt_versions] == [0]
     assert [span.version for span in done["long"].prompt_versions] == [1]
-
-
-def test_broken_logits_are_found_before_their_tokens_are_passed_on() -> None:
-    served = static()
-    served.submit(request("x", max_tokens=30, stream=True))
-    for _ in range(5):
-        served.step()
-    served.update_weights(too_large(1))
-    with pytest.raises(LogitsError, match="weights of version 1"):
-        drain(served)
 
 
 def test_a_model_that_needs_scores_is_refused_by_static_steps_only() -> None:

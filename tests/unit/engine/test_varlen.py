@@ -55,14 +55,6 @@ def test_every_sequence_gets_what_it_gets_alone(data: st.DataObject) -> None:
         torch.testing.assert_close(found[tokens], alone(query[tokens], key[own], value[own], window), atol=1e-5, rtol=1e-5)
 
 
-def test_without_used_lengths_keys_end_where_the_next_begin_and_no_key_means_zero() -> None:
-    query, key, value = torch.randn(3, 4, 1, 8)
-    begins_q, begins_k = torch.tensor([0, 3, 4]), torch.tensor([0, 4, 4])
-    found = varlen_reference(query, key, value, begins_q, begins_k, 3, 4, scale=0.3, window_size=(-1, 0))
-    torch.testing.assert_close(found[:3], alone(query[:3], key, value, None))
-    assert torch.equal(found[3], torch.zeros(1, 8))
-
-
 def test_a_step_computes_at_most_twice_the_rows_in_use() -> None:
     assert row_buckets(256) == (8, 16, 32, 64, 128, 256)
     assert row_buckets(50) == (8, 13, 25, 50)

@@ -57,16 +57,12 @@ def test_nothing_is_noted_if_all_agree(changes: dict[str, Any]) -> None:
         ("\n\n<|im_end|>\n", 260),
         ("{% if not loop.last %}<|im_end|>{% endif %}", 260),  # only what is followed is ended
         ("{% if loop.last %}<eos>{% else %}<|im_end|>{% endif %}", EOS),  # gpt-oss: the last answer ends the turn
+        ("", 261),  # GLM: the user's marker is what the model writes when it has done
     ],
 )
 def test_the_end_is_the_first_token_after_an_answer(end: str, expected: int) -> None:
     found = contract(TURNS + end + "{% endfor %}" + PROMPT)
     assert set(found.stop_token_ids) == {EOS, expected}
-
-
-def test_a_template_that_ends_a_turn_by_the_next_ones_marker() -> None:
-    """As GLM's: the user's marker is what the model writes when it has done."""
-    assert contract(TURNS + "{% endfor %}" + PROMPT).stop_token_ids == (EOS, 261)
 
 
 def test_a_turn_that_ends_with_plain_text_is_named() -> None:
@@ -91,12 +87,6 @@ def test_a_template_that_can_not_be_used_for_answers_is_named(template: str, sai
     assert said in note
 
 
-def test_a_model_that_never_ends_is_named() -> None:
-    found = contract(tokenizer=None)
-    assert found.stop_token_ids == ()
-    assert "no token ends a completion" in found.notes[0]
-
-
 @pytest.mark.parametrize(
     ("generation", "named"), [([EOS, 50, 268, 300], "and 2 more"), (list(range(EOS, 1000)), "and 992 more")]
 )
@@ -108,12 +98,23 @@ def test_stop_tokens_of_another_vocabulary_are_one_note_and_do_nothing(generatio
     assert f"{named} (of config.json, generation_config.json)" in note
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_named() -> None:
-    found = contract(size=260)
-    assert found.notes == (
-        "the tokenizer has tokens beyond the model's vocabulary of 260: '<|im_end|>' (260), '<u>' (261) and 1 more; prompts "
-        "with them are refused",
-    )
+@pytest.mark.parametrize(
+    ("changes", "stops", "note"),
+    [
+        ({"tokenizer": None}, (), "no token ends a completion"),
+        (
+            {"size": 260},
+            (EOS,),
+            "of 260: '<|im_end|>' (260), '<u>' (261) and 1 more; prompts with them are refused",
+        ),
+    ],
+)
+def test_a_model_that_never_ends_and_one_with_fewer_tokens_than_its_tokenizer_are_named(
+    changes: dict[str, Any], stops: tuple[int, ...], note: str
+) -> None:
+    found = contract(**changes)
+    assert found.stop_token_ids == stops
+    assert note in found.notes[0]
 
 
 @pytest.mark.parametrize("given", ["</s>", [[2]], 2.5, ["2"]])

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine, flat
-from pipelinerl.errors import ConfigError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import loading
 from pipelinerl.models.loading import Float32Head, load_model, use_float32_head
@@ -118,8 +117,3 @@ def test_the_run_file_says_so_to_all_who_load_the_model(tmp_path: Path) -> None:
     assert isinstance(load_model(config.model).get_output_embeddings(), Float32Head)
     plain = config.model.model_copy(update={"head_dtype": None})
     assert not isinstance(load_model(plain).get_output_embeddings(), Float32Head)
-
-
-def test_vllm_has_a_head_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"model\.head_dtype: vLLM computes its output head"):
-        load_config(None, ["--model.head_dtype=float32", "--engine.kind=vllm", "--engine.python=/usr/bin/python3"])

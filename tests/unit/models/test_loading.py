@@ -111,18 +111,17 @@ def refusal(load: Callable[[ModelConfig], object], path: str | Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_a_model_loads_in_eval_mode_and_the_asked_dtype(folder: Path, dtype: str, expected: torch.dtype) -> None:
-    model = load_model(ModelConfig(path=str(folder), dtype=dtype))
-    assert not model.training
-    assert {p.dtype for p in model.parameters()} == {expected}
-    assert model_max_length(model) == 64
-
-
-def test_loading_prints_nothing_and_leaves_logging_as_it_was(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_loads_in_eval_mode_and_the_asked_dtype_without_a_word(
+    folder: Path, dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    load_model(ModelConfig(path=str(folder)))
-    load_tokenizer(ModelConfig(path=str(folder)))
+    config = ModelConfig(path=str(folder), dtype=str(dtype).removeprefix("torch."))
+    model = load_model(config)
+    load_tokenizer(config)
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model_max_length(model) == 64
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert capfd.readouterr() == ("", "")
 
@@ -133,19 +132,17 @@ def test_stop_tokens_come_from_generation_config_model_config_and_tokenizer(fold
     assert stop_token_ids(load_model(config), load_tokenizer(config)) == (3, 5, 7, 9)
 
 
-@pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)])
-def test_a_model_without_a_tokenizer_says_what_is_missing(folder: Path, left: tuple[str, ...]) -> None:
-    for path in folder.glob("tokenizer*"):
-        if path.name not in left:
-            path.unlink()
-    assert "it has no tokenizer (tokenizer.json)" in refusal(load_tokenizer, folder)
-
-
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("./nowhere", "'./nowhere' does not exist"), ("{folder}/config.json", "is a file"), ("{folder}/..", "no config.json")],
+    [
+        ("./nowhere", "'./nowhere' does not exist"),
+        ("{folder}/config.json", "is a file"),
+        ("{folder}/..", "no config.json"),
+        ("{folder}", r"it has no tokenizer (tokenizer.json)"),
+    ],
 )
-def test_what_is_no_folder_of_a_model_is_refused(folder: Path, path: str, said: str) -> None:
+def test_what_is_no_folder_of_a_model_or_lacks_a_part_is_refused(folder: Path, path: str, said: str) -> None:
+    (folder / "tokenizer.json").unlink()
     assert said in refusal(load_tokenizer, path.format(folder=folder))
 
 
@@ -220,11 +217,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ],
 )
 def test_what_the_hub_does_not_give_is_said_before_anything_is_loaded(hub: str, name: str, said: str) -> None:
-    assert re.search(said, refusal(load_tokenizer, name))
-
-
-def test_a_model_of_the_hub_is_asked_for_by_its_id(hub: str) -> None:
     assert find_model("own/whole") == "own/whole"
+    assert re.search(said, refusal(load_tokenizer, name))
 
 
 def test_without_the_hub_a_model_that_was_downloaded_before_is_used(

@@ -14,7 +14,6 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     GPTNeoXConfig,
-    Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     PreTrainedModel,
@@ -28,7 +27,6 @@ from pipelinerl.models.packed import (
     MAX_PADDING_WASTE,
     PackedRow,
     packed_attention,
-    sampled_logits,
     training_forward,
     use_packed_attention,
 )
@@ -168,25 +166,26 @@ def test_impossible_segments_are_refused(segments: list[Segment]) -> None:
         PackedRow.of(segments)
 
 
-def test_a_model_with_attention_in_chunks_is_refused() -> None:
-    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_hidden_layers": 4}
-    config = Llama4TextConfig(**sizes, intermediate_size_mlp=32, attention_chunk_size=8, pad_token_id=0)
-    model = Llama4ForCausalLM(config).eval()
-    with pytest.raises(UnsupportedModelError, match=r"local mask \(8\)"):
-        use_packed_attention(model)
+CHUNKED = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_hidden_layers": 4, "pad_token_id": 0}
+REFUSED: list[tuple[Any, str]] = [
+    (Llama4TextConfig(**SIZES | CHUNKED, intermediate_size_mlp=32, attention_chunk_size=8), r"local mask \(8\)"),
+    (CONFIGS["lfm2-conv"], "other states than keys and values"),
+    (GPTNeoXConfig(**SIZES, attention_dropout=0.1, hidden_dropout=0.1), "dropout"),
+]
 
 
-def test_a_model_with_layers_that_carry_state_over_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="other states than keys and values"):
-        use_packed_attention(make_model("lfm2-conv"))
+@pytest.mark.parametrize(("config", "reason"), REFUSED)
+def test_a_model_that_can_not_be_trained_packed_is_refused_with_the_reason(config: Any, reason: str) -> None:
+    """The last one is in training mode."""
+    with pytest.raises(UnsupportedModelError, match=reason):
+        use_packed_attention(AutoModelForCausalLM.from_config(config).train("dropout" in reason))
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
     """Padding changes the logits of a model whose tokens see what comes after them."""
     config = BertConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    model = BertLMHeadModel(config).eval()
     with pytest.raises(UnsupportedModelError, match=r"trained on padded batches: its logits differ.*; and not packed"):
-        training_forward(model)
+        training_forward(BertLMHeadModel(config).eval())
 
 
 def test_an_error_of_the_models_own_code_refuses_it_by_its_first_line() -> None:
@@ -207,17 +206,10 @@ def test_the_head_computes_only_the_logits_that_are_asked_for() -> None:
     assert len(seen) == len(row.buckets)
 
 
-def test_a_model_with_dropout_in_training_mode_is_refused() -> None:
-    model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES, attention_dropout=0.1, hidden_dropout=0.1)).train()
-    with pytest.raises(UnsupportedModelError, match="dropout"):
-        use_packed_attention(model)
-
-
 def test_sequences_beyond_a_length_dependent_rope_are_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = LlamaConfig(**(SIZES | {"max_position_embeddings": 16}), rope_parameters=rope)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    use_packed_attention(model)
-    sampled_logits(model, PackedRow.of(make_segments((16, 4))))
+    forward = training_forward(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+    forward(PackedRow.of(make_segments((16, 4))))
     with pytest.raises(UnsupportedModelError, match="16 tokens"):
-        sampled_logits(model, PackedRow.of(make_segments((17, 4))))
+        forward(PackedRow.of(make_segments((17, 4))))

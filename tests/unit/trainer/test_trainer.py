@@ -261,17 +261,21 @@ def test_the_ess_guard_drops_what_is_off_policy_and_goes_on_with_fresh_rollouts(
     assert [[sample.id for sample in batch] for batch in second.refused] == [[f"{g}/{a}" for g in (2, 3) for a in range(K)]]
 
 
-def test_what_a_round_leaves_over_is_dropped_before_the_next(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, ConventionalSchedule(4, 2), steps=4)
+def test_conventional_publishes_once_a_round_and_drops_what_it_leaves_over(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, ConventionalSchedule(4, 2), steps=5)
     setup.trainer.start()
     setup.feed(range(3))  # a group more than the round needs
     setup.pump_all()
     assert setup.trainer.version == 2
     assert setup.progress.dropped == {"round_surplus": K}
-    setup.feed([3, 4])
-    setup.pump_all()
-    assert [record.lag_max for record in setup.records()] == [0, 1, 0, 1]
-    assert [(record.versions_in_batch, record.crossing_fraction) for record in setup.records()] == [(1, 0.0)] * 4
+    for groups in ([3, 4], [5, 6]):
+        setup.feed(groups)
+        setup.pump_all()
+    setup.engine.take_weights()
+    assert setup.engine.versions == [0, 2, 4, 5], "the last weights, too"
+    assert [record.publish_s > 0 for record in setup.records()] == [False, True, False, True, True]
+    assert [record.lag_max for record in setup.records()] == [0, 1, 0, 1, 0]
+    assert [(record.versions_in_batch, record.crossing_fraction) for record in setup.records()] == [(1, 0.0)] * 5
 
 
 def test_an_on_policy_batch_below_the_threshold_is_a_mismatch_with_numbers(tmp_path: Path) -> None:
@@ -416,11 +420,3 @@ def test_a_request_to_stop_makes_the_current_step_the_last_one(tmp_path: Path) -
     resumed = Setup(tmp_path, resume=True)
     resumed.drive()
     assert resumed.trainer.version == 6
-
-
-def test_conventional_publishes_once_a_round_and_at_the_end(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, ConventionalSchedule(4, 4), steps=6)
-    setup.drive()
-    assert setup.engine.versions == [0, 4, 6]
-    assert [record.publish_s > 0 for record in setup.records()] == [False, False, False, True, False, True]
-    assert [record.lag_max for record in setup.records() if record.lag_max is not None][:4] == [0, 1, 2, 3]
