@@ -128,7 +128,7 @@ def products_s(model: Any, rows: int, times: int) -> float:
 
 def _cache_bytes(engine: LocalEngine, tokens: int) -> float:
     """Bytes of keys and values of all slots with so many tokens each."""
-    return engine._runner.kv.kv_bytes * tokens / engine.max_length
+    return sum(part.nbytes for part in engine._runner.kv.parts(engine.max_length)) * tokens / engine.max_length
 
 
 def _timer(call: Callable[..., Any], part: str, inside: dict[str, float]) -> Callable[..., Any]:

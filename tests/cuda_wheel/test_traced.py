@@ -25,7 +25,7 @@ from pipelinerl.engine.attention import Chunk, PackedTokens
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models import packed
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, TrainingForward, use_packed_attention
 from pipelinerl.types import Segment
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs PyTorch's build for CUDA: make test-cuda-wheel")
@@ -161,7 +161,7 @@ def test_a_row_in_training_is_one_call_of_attention_a_layer_and_reads_nothing(na
     row = PackedRow.of(segments, "cuda")
     assert host.copies == before + 1
     with Traced() as traced:
-        logits = sampled_logits(model, row)
+        logits = TrainingForward(model)(row)
     assert logits.requires_grad
     assert logits.shape == (sum(len(segment.token_ids) - 2 for segment in segments), SMALL["vocab_size"])
     assert traced.kernels.count(FLASH) == (0 if name == "gpt-oss" else LAYERS)  # sinks are not in this operation

@@ -91,10 +91,6 @@ class KVCache(Slots):
         """The dimensions between the layers and the numbers of a head."""
         return self.rows, shape.heads, self.max_length
 
-    @property
-    def kv_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, to read and write."""
         return self._layers[index]

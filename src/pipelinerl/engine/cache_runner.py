@@ -12,6 +12,7 @@ one by one. The check at load time finds out.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -28,7 +29,7 @@ from pipelinerl.engine.runner import Runner
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.attention import choose_attention, returned_cache, unsupported
 from pipelinerl.models.layers import in_float32
-from pipelinerl.models.own_forward import accepts, logits_at, recurrence_chunk, use_configured_time_steps
+from pipelinerl.models.own_forward import logits_at, recurrence_chunk, use_configured_time_steps
 from pipelinerl.models.state import is_narrow
 
 ATTENTION_NAME = "pipelinerl_cache"
@@ -164,10 +165,6 @@ class SlotCache(Slots):
         self.cache = copy.copy(new)
         self.cache.layers = [slots.layer for slots in self.layers]
 
-    @property
-    def kv_bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in (*layer.by_position, *layer.states.values()))
-
     def parts(self, length: int) -> list[Tensor]:
         """States as a whole: they are those after the last position."""
         by_position = [slots[None, :, :, :length] for layer in self.layers for slots in layer.by_position]
@@ -213,7 +210,7 @@ class CacheRunner(Runner):
 
     def __init__(self, model: Any, rows: int, max_length: int) -> None:
         super().__init__(model, max_length)
-        self._has_positions = accepts(model, "position_ids")
+        self._has_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._continues = True
         use_configured_time_steps(model)
         AttentionInterface.register(ATTENTION_NAME, _own_attention)

@@ -287,7 +287,9 @@ class StaticEngine(LocalEngine):
             finished += self._take_cancelled()
             self._pass_on(table.decoding_rows(sampled=True), events, finished)
             self._runner.kv.move(table.gather_below(self._bucket(table.used)))
-        if self._waiting and self._may_admit():
+        ready = min(len(self._waiting), table.free)
+        held = self._decode_steps - self._admitted_at < _HELD_STEPS and len(table.decoding_rows()) > 0
+        if ready and (not held or ready >= self.slots // 16):  # a forward over the waiting prompts is worth its time
             table.admit(self._admit())
             self._admitted_at = self._decode_steps
         if self._prefills:
@@ -305,12 +307,6 @@ class StaticEngine(LocalEngine):
         self._pass_on(table.decoding_rows(sampled=True), events, finished)
         self._tokens_generated = table.sampled
         return StepOutput(events, finished) if events or finished else NOTHING
-
-    def _may_admit(self) -> bool:
-        """Whether a forward over the waiting prompts is worth its time: for a sixteenth of the slots, or after a while."""
-        ready = min(len(self._waiting), self._table.free)
-        held = self._decode_steps - self._admitted_at < _HELD_STEPS and len(self._table.decoding_rows()) > 0
-        return ready > 0 and (not held or ready >= self.slots // 16)
 
     def _write(self, rows_n: Ints, integers: Ints, reals: Reals, stops: Ints) -> None:
         """Tell the device which rows started or stopped decoding."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,8 @@ class ChunkedHead:
     temperature: float
     chunk: int
     transform: LogitTransform
+    wide: bool
+    """The product is computed in float32 also for weights of a narrower type."""
 
     @classmethod
     def of(cls, forward: TrainingForward, *, temperature: float, chunk: int) -> ChunkedHead | None:
@@ -101,7 +103,8 @@ class ChunkedHead:
         if transform is None:
             _log.warning("all logits of %s stay in memory: its output head is not supported", type(forward.model).__name__)
             return None
-        return cls(forward, temperature, chunk, transform)
+        wide = isinstance(forward.model.get_output_embeddings(), Float32Head)
+        return cls(forward, temperature, chunk, transform, wide)
 
     def __call__(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """What `token_logprobs` gives for the row's logits, up to rounding; both (P,). Gradients flow through the first."""
@@ -129,8 +132,7 @@ class ChunkedHead:
             hidden_PH = hidden.flatten(0, -2)
             ids_p = ids_P[begin : begin + len(hidden_PH)]
             begin += len(hidden_PH)
-            how = _How(ids_p, isinstance(head, Float32Head), self.temperature, self.chunk, self.transform)
-            found_P2: Tensor = _Logprobs.apply(hidden_PH, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
+            found_P2: Tensor = _Logprobs.apply(hidden_PH, head.weight, head.bias, ids_p, self)  # type: ignore[no-untyped-call]
             return found_P2.view(*hidden.shape[:-1], 2)
 
         def keep(_: nn.Module, __: object, found: Tensor) -> Tensor:
@@ -152,29 +154,21 @@ class ChunkedHead:
                 hook.remove()
 
 
-class _How(NamedTuple):
-    """`wide`: the product is computed in float32 also for weights of a narrower type."""
-
-    ids_P: Tensor
-    wide: bool
-    temperature: float
-    chunk: int
-    transform: LogitTransform
-
-
 class _Logprobs(torch.autograd.Function):
     """(hidden [P, H], weight [V, H], bias [V]) -> log-probabilities of `ids_P` and entropies [P, 2]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, how: _How) -> Tensor:
-        ctx.how, ctx.hidden_dtype = how, hidden_PH.dtype
+    def forward(  # noqa: PLR0917 - autograd passes positional arguments
+        ctx: Any, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_P: Tensor, how: ChunkedHead
+    ) -> Tensor:
+        ctx.how, ctx.ids_P, ctx.hidden_dtype = how, ids_P, hidden_PH.dtype
         chunks = _Chunks(hidden_PH, weight_VH, bias_V, how)
         found_P2 = hidden_PH.new_empty(len(hidden_PH), 2, dtype=chunks.dtype)
         log_z_P = found_P2.new_empty(len(hidden_PH))
         frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
         direction_PH = torch.empty_like(chunks.hidden_PH) if frozen else None
         for rows, scores_cV, capped_cV in chunks:
-            ids_c1 = how.ids_P[rows, None]
+            ids_c1 = ids_P[rows, None]
             chosen_c, top_c = scores_cV.gather(1, ids_c1)[:, 0], scores_cV.amax(-1)
             shares_cV = scores_cV.sub_(top_c[:, None]).exp()
             sum_c = shares_cV.sum(-1)
@@ -196,7 +190,7 @@ class _Logprobs(torch.autograd.Function):
         slope_P1 = grads[0][:, :1]
         first_PH, *others = ctx.saved_tensors
         if not others:
-            return (first_PH * slope_P1).to(ctx.hidden_dtype), None, None, None
+            return (first_PH * slope_P1).to(ctx.hidden_dtype), None, None, None, None
         hidden_PH, (weight_VH, bias_V, log_z_P) = first_PH, others
         chunks = _Chunks(hidden_PH, weight_VH, bias_V, ctx.how)
         d_hidden_PH = torch.empty_like(chunks.hidden_PH)
@@ -204,7 +198,7 @@ class _Logprobs(torch.autograd.Function):
         d_bias_V = d_weight_VH.new_zeros(len(weight_VH))
         for rows, scores_cV, capped_cV in chunks:
             shares_cV = scores_cV.sub_(log_z_P[rows, None]).exp_()
-            gradient_cV = chunks.gradient(shares_cV, ctx.how.ids_P[rows, None], slope_P1[rows], capped_cV)
+            gradient_cV = chunks.gradient(shares_cV, ctx.ids_P[rows, None], slope_P1[rows], capped_cV)
             torch.mm(gradient_cV, chunks.weight_VH, out=d_hidden_PH[rows])
             if gradient_cV.dtype == d_weight_VH.dtype:
                 d_weight_VH.addmm_(gradient_cV.t(), chunks.hidden_PH[rows])
@@ -213,7 +207,7 @@ class _Logprobs(torch.autograd.Function):
             if bias_V is not None:
                 d_bias_V += gradient_cV.sum(0)
         of_bias_V = None if bias_V is None else d_bias_V.to(bias_V.dtype)
-        return d_hidden_PH.to(hidden_PH.dtype), d_weight_VH.to(weight_VH.dtype), of_bias_V, None
+        return d_hidden_PH.to(hidden_PH.dtype), d_weight_VH.to(weight_VH.dtype), of_bias_V, None, None
 
 
 class _Chunks:
@@ -222,7 +216,7 @@ class _Chunks:
     The next chunk overwrites these tensors.
     """
 
-    def __init__(self, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, how: _How) -> None:
+    def __init__(self, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, how: ChunkedHead) -> None:
         self.dtype = torch.promote_types(weight_VH.dtype, torch.float32)
         self._narrow = how.wide and bias_V is None and multiplies_wide(weight_VH)
         computed = self.dtype if how.wide and not self._narrow else weight_VH.dtype

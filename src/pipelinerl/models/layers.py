@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from pipelinerl.models.attention import choose_attention, deviations, replace_attention
 from pipelinerl.models.device import prepare_compiler, why_not
-from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention
+from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention, probe_segments
 from pipelinerl.models.state import compute_dtype, is_narrow
-from pipelinerl.types import Segment
 
 _log = logging.getLogger(__name__)
 
 _COMPILED_ATTENTION = f"{ATTENTION_NAME}_apart"
-_LENGTHS = (5, 11, 2, 12)
 _LARGEST_TOLERANCE = 1e-3
 
 
@@ -122,7 +120,11 @@ def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> Tr
         with perturbed(forward.model):
             tolerance = max(0.05, 2 * _difference(_probe(forward, layers), expected))
     try:
-        _compile(forward.model, layers, backend)
+        prepare_compiler()
+        apart: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+        replace_attention(forward.model, _COMPILED_ATTENTION, apart)
+        for layer in layers:
+            layer.forward = _with_gradients(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
         error = _difference(_probe(forward, layers), expected)
         if error <= tolerance:
             return replace(forward, compiled=True)
@@ -134,14 +136,6 @@ def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> Tr
     choose_attention(forward.model, ATTENTION_NAME)
     _log.warning("trainer.compile has no effect: the layers of %s can't be compiled here: %s", name, reason)
     return forward
-
-
-def _compile(model: Any, layers: Sequence[nn.Module], backend: str) -> None:
-    prepare_compiler()
-    apart: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
-    replace_attention(model, _COMPILED_ATTENTION, apart)
-    for layer in layers:
-        layer.forward = _with_gradients(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
 
 
 def _with_gradients(own: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,10 +151,7 @@ def _with_gradients(own: Callable[..., Any], compiled: Callable[..., Any]) -> Ca
 def _probe(forward: TrainingForward, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Logits of a short row, and the gradients of what is trained in the first layer, which pass through all the others."""
     weight = next(forward.model.parameters())
-    vocabulary = forward.model.get_input_embeddings().weight.shape[0]
-    ids = [tuple((17 * i + 7 * n) % vocabulary for i in range(n)) for n in _LENGTHS]
-    row = PackedRow.of([Segment(token_ids=of_one, sampled=((1, len(of_one)),)) for of_one in ids], weight.device)
-    logits_PV = forward(row)
+    logits_PV = forward(PackedRow.of(probe_segments(forward.model), weight.device))
     objective = (logits_PV.float() * torch.arange(logits_PV.numel(), device=weight.device).cos().view_as(logits_PV)).sum()
     trained = [parameter for parameter in layers[0].parameters() if parameter.requires_grad]
     return [logits_PV.detach(), *torch.autograd.grad(objective, trained)]

@@ -69,7 +69,11 @@ def _check_weights(path: str, model: Any, report: Mapping[str, Any]) -> None:
     """Raise ModelLoadError if the files and the model have different weights, or if some are not finite."""
     absent = {*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])}
     unknown = [name for name in report["unexpected_keys"] if not _HARMLESS.search(name)]
-    broken = (name for name, weight in model.named_parameters() if not _finite(weight.detach()))
+    broken = (  # the smallest or the largest element is not finite: neither exists if one is NaN
+        name
+        for name, weight in model.named_parameters()
+        if weight.numel() and not all(math.isfinite(bound) for bound in weight.detach().aminmax())
+    )
     for names, problem in (
         (absent, "the weights do not fit its config.json: {} missing or of another shape; get a complete copy of the model"),
         (unknown, "its files have weights that the model has not: {}; merge adapters, or remove what is not of the model"),
@@ -78,11 +82,6 @@ def _check_weights(path: str, model: Any, report: Mapping[str, Any]) -> None:
         if found := sorted(names):
             shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
             raise ModelLoadError(f"model {path!r}: {problem.format(shown)}")
-
-
-def _finite(weight: torch.Tensor) -> bool:
-    """By the smallest and the largest element: neither exists if one is NaN."""
-    return not weight.numel() or all(math.isfinite(bound) for bound in weight.aminmax())
 
 
 def load_config(config: ModelConfig) -> Any:

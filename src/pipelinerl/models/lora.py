@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,9 @@ class LoraModel:
             for name, weight in named_weights(self.model).items()
             if ".lora_" not in name
         }
-        return found | {f"{path}.weight": layer.merged_weight() for path, layer in self.layers.items()}
+        return found | {
+            f"{path}.weight": merge(layer.base_layer.weight, *layer.adapter()) for path, layer in self.layers.items()
+        }
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -106,7 +108,8 @@ class LoraModel:
                 saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"can't read {path}: {str(error).splitlines()[0]}") from error
-        if odd := sorted(dict(_shapes(own).items() ^ _shapes(saved).items())):
+        shapes = [{(name, tensor.shape) for name, tensor in of.items()} for of in (own, saved)]
+        if odd := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
             raise CheckpointError(
                 f"the adapter in {path.parent} has another rank or other layers ({odd[0]} and {len(odd) - 1} more differ); "
                 "set model.lora to its earlier value"
@@ -118,10 +121,6 @@ class LoraModel:
         """The adapter's own tensors (not copies), by peft's names."""
         tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return tensors
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 _FUSED = ("out_proj", "x_proj", "dt_proj")
@@ -178,14 +177,10 @@ class LoraLinear(peft.tuners.lora.Linear):  # type: ignore[misc]
         if self.disable_adapters:
             output: Tensor = base(x)
         else:
-            output = _MergedLinear.apply(x, base.weight, base.bias, *self._adapter())  # type: ignore[no-untyped-call]
+            output = _MergedLinear.apply(x, base.weight, base.bias, *self.adapter())  # type: ignore[no-untyped-call]
         return output
 
-    def merged_weight(self) -> Tensor:
-        """W + scale * B A [O, I], a new tensor in the type of W."""
-        return merge(self.base_layer.weight, *self._adapter())
-
-    def _adapter(self) -> tuple[Tensor, Tensor, float]:
+    def adapter(self) -> tuple[Tensor, Tensor, float]:
         (name,) = self.active_adapters
         return self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
 

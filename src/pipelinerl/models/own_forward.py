@@ -6,7 +6,6 @@ length bucket of a packed row runs as one padded batch. At most `MAX_PADDING_WAS
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +81,7 @@ def logits_at(model: Any, cells_P: Tensor, **inputs: Any) -> Tensor:
 
 
 def padded_logits(model: Any, row: PackedRow) -> Tensor:
-    """Logits [P, V] at the positions that predict the row's sampled tokens, as `packed.sampled_logits` gives them."""
+    """Logits [P, V] at the positions that predict the row's sampled tokens, as `TrainingForward` gives them."""
     parts, order = [], []
     for bucket in row.buckets:
         inside_P = ((row.predictor_P >= bucket.start) & (row.predictor_P < bucket.end)).nonzero()[:, 0]
@@ -94,7 +93,3 @@ def padded_logits(model: Any, row: PackedRow) -> Tensor:
         parts.append(logits_at(model, cells, input_ids=ids_SL, use_cache=False))
         order.append(inside_P)
     return torch.cat(parts)[torch.cat(order).argsort()]
-
-
-def accepts(model: Any, argument: str) -> bool:
-    return argument in inspect.signature(model.forward).parameters

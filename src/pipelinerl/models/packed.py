@@ -231,7 +231,8 @@ class TrainingForward:
     `padded`: each length bucket of the row is a padded batch for the model's own forward. Otherwise the model has packed
     attention, and gets the whole row. `compiled`: its layers are compiled (`layers`).
 
-    Raises UnsupportedModelError if a sequence is longer than the model's position encoding allows next to others.
+    Raises UnsupportedModelError if a sequence is longer than the model's position encoding allows next to others, or if a
+    layer uses an attention feature that is not implemented here.
     """
 
     model: Any
@@ -245,12 +246,22 @@ class TrainingForward:
         return "on packed batches" + (", with compiled layers" if self.compiled else "")
 
     def __call__(self, row: PackedRow) -> Tensor:
-        if not self.padded:
-            return sampled_logits(self.model, row)
-        refuse_changed_positions(self.model, row.longest)
-        from pipelinerl.models.own_forward import padded_logits  # noqa: PLC0415 - most models don't need it
+        model: Any = self.model
+        refuse_changed_positions(model, row.longest)
+        if self.padded:
+            from pipelinerl.models.own_forward import padded_logits  # noqa: PLC0415 - most models don't need it
 
-        return padded_logits(self.model, row)
+            return padded_logits(model, row)
+        logits: Tensor = model(
+            input_ids=row.token_ids_1T,
+            position_ids=row.position_ids_1T,
+            # Without one, transformers looks for sequences in the positions, which waits for the device.
+            attention_mask=torch.ones_like(row.token_ids_1T, dtype=torch.bool),
+            use_cache=False,
+            logits_to_keep=row.predictor_P,
+            packed_row=row,
+        ).logits
+        return logits.squeeze(0)  # the gradient of an index would be a second tensor of this size
 
 
 def use_packed_attention(model: Any) -> None:
@@ -265,25 +276,6 @@ def use_packed_attention(model: Any) -> None:
         replace_attention(model, ATTENTION_NAME, packed_attention)
         refuse_states(DynamicCache(config=model.config.get_text_config(decoder=True)), type(model).__name__)
     _verify(model, TrainingForward(model), "packed")
-
-
-def sampled_logits(model: nn.Module, row: PackedRow) -> Tensor:
-    """Logits [P, V], in the type of the model's head, at the positions that predict the row's sampled tokens.
-
-    Call `use_packed_attention(model)` once before. Raises UnsupportedModelError if a layer uses an attention feature that is
-    not implemented here, or if a sequence is longer than the model's position encoding allows in a packed row.
-    """
-    refuse_changed_positions(model, row.longest)
-    logits: Tensor = model(
-        input_ids=row.token_ids_1T,
-        position_ids=row.position_ids_1T,
-        # Without one, transformers looks for sequences in the positions, which waits for the device.
-        attention_mask=torch.ones_like(row.token_ids_1T, dtype=torch.bool),
-        use_cache=False,
-        logits_to_keep=row.predictor_P,
-        packed_row=row,
-    ).logits
-    return logits.squeeze(0)  # the gradient of an index would be a second tensor of this size
 
 
 def packed_attention(
@@ -307,7 +299,7 @@ def packed_attention(
     if packed_row is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was called without a packed row: either it does not pass keyword arguments to its "
-            "attention (then it can't be trained packed), or the model in training was not called through sampled_logits"
+            "attention (then it can't be trained packed), or the model in training was not called through a TrainingForward"
         )
     refuse_unknown_features(module, attention_mask, sliding_window=sliding_window, longest=packed_row.longest, other=other)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -333,6 +325,15 @@ def packed_attention(
     return torch.cat(parts)[None], None
 
 
+def probe_segments(model: Any, longer: Sequence[int] = ()) -> list[Segment]:
+    """Short sequences of different lengths, and those of the lengths `longer`, to compare two ways of computing with."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return [
+        Segment(token_ids=tuple((17 * i + 7 * n) % vocabulary for i in range(n)), sampled=((1, n),))
+        for n in (5, 11, 2, 12, *longer)
+    ]
+
+
 @torch.no_grad()
 def _verify(model: Any, forward: TrainingForward, way: str) -> None:
     """Compare the logits of a small row with each sequence alone under the model's own attention.
@@ -342,12 +343,14 @@ def _verify(model: Any, forward: TrainingForward, way: str) -> None:
     """
     name, chosen = type(model).__name__, model.config._attn_implementation
     with unsupported(f"{name} can't be trained {way}"):
-        vocabulary = model.get_input_embeddings().weight.shape[0]
         device = next(model.parameters()).device
-        segments = [
-            Segment(token_ids=tuple((17 * i + 7 * n) % vocabulary for i in range(n)), sampled=((1, n),))
-            for n in _lengths(model, padded=forward.padded)
-        ]
+        longer: tuple[int, ...] = ()
+        if forward.padded:  # own layers may be recurrent: then also sequences that are longer than their chunks
+            from pipelinerl.models.own_forward import recurrence_chunk  # noqa: PLC0415 - as above
+
+            longest = min(recurrence_chunk(model) + 7, model_max_length(model) or 1 << 30)
+            longer = (max(2, longest - 5), longest)
+        segments = probe_segments(model, longer)
         row_PV = forward(PackedRow.of(segments, device)).float()
         choose_attention(model, "eager")
         alone = [model(torch.tensor([s.token_ids], device=device), use_cache=False).logits[0, :-1].float() for s in segments]
@@ -382,13 +385,3 @@ def checkpoint_activations(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
-
-
-def _lengths(model: Any, *, padded: bool) -> tuple[int, ...]:
-    """Lengths of the sequences to verify with. Own layers may be recurrent: then also longer ones than their chunks."""
-    if not padded:
-        return (5, 11, 2, 12)
-    from pipelinerl.models.own_forward import recurrence_chunk  # noqa: PLC0415 - as above
-
-    longest = min(recurrence_chunk(model) + 7, model_max_length(model) or 1 << 30)
-    return (5, 11, 2, 12, max(2, longest - 5), longest)

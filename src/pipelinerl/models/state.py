@@ -230,7 +230,8 @@ def device_digests_of(tensors: Mapping[str, Tensor], chunk_blocks: int = 64) -> 
     firsts = first_names(tensors)
     owners = list(dict.fromkeys(firsts.values()))
     device = next(iter(tensors.values())).device
-    constants_2J = _constants(device)
+    # The tables of both sums [2, _BLOCK]: SplitMix64's first numbers of seed 0, made odd.
+    constants_2J = (splitmix64(torch.arange(1, 2 * _BLOCK + 1, device=device) * GOLDEN) | 1).view(2, _BLOCK)
     parts = [torch.empty(0, 2, dtype=torch.int64, device=device)]
     blocks = []
     for name in owners:
@@ -254,11 +255,6 @@ def _words(piece_U8: Tensor) -> Tensor:
         piece_U8 = piece_U8.clone()  # a part of another tensor that does not begin at a word
     words = piece_U8.view(torch.int32)
     return words.view(-1, min(_BLOCK, len(words)))
-
-
-def _constants(device: torch.device) -> Tensor:
-    """The tables of both sums [2, _BLOCK]: SplitMix64's first numbers of seed 0, made odd."""
-    return (splitmix64(torch.arange(1, 2 * _BLOCK + 1, device=device) * GOLDEN) | 1).view(2, _BLOCK)
 
 
 def splitmix64(z: Tensor) -> Tensor:

@@ -111,15 +111,13 @@ class RowLogprobs:
             _ = self._chunked
 
     def __call__(self, row: PackedRow) -> tuple[Tensor, Tensor]:
-        if self._in_chunks(row.sampled_ids_P.numel()) and self._chunked is not None:
+        in_chunks = bool(self._head_chunk)
+        if self._head_chunk == "auto":
+            head = self._forward.model.get_output_embeddings()
+            in_chunks = head is not None and row.sampled_ids_P.numel() * head.weight.shape[0] > LOGITS_AT_ONCE
+        if in_chunks and self._chunked is not None:
             return self._chunked(row)
         return token_logprobs(self._forward(row), row.sampled_ids_P, self._temperature)
-
-    def _in_chunks(self, positions: int) -> bool:
-        if self._head_chunk != "auto":
-            return self._head_chunk > 0
-        head = self._forward.model.get_output_embeddings()
-        return head is not None and positions * head.weight.shape[0] > LOGITS_AT_ONCE
 
     @cached_property
     def _chunked(self) -> ChunkedHead | None:

@@ -61,6 +61,8 @@ class OnPolicyStats:
         lags_N = lags_N.long()
         sorted_lags_N = lags_N.sort().values
         on_policy_N = logs_N[lags_N == 0]
+        shares_N = 1.0 / lengths_N  # of a rollout: all of its tokens have the same product
+        mean = (products_N * shares_N).sum() / shares_N.sum()
         return {
             "ess": effective_sample_size(logs_N),
             "kl_behaviour_policy": float(-logs_N.mean()),
@@ -75,15 +77,8 @@ class OnPolicyStats:
             "weight_mean": float(weights_N.mean()),
             "weight_max": float(weights_N.max()),
             "on_policy_gap": float(on_policy_N.abs().max()) if on_policy_N.numel() else None,
-            "log_product_sd": _sd_by_rollout(products_N, lengths_N),
+            "log_product_sd": math.sqrt(float(((products_N - mean).square() * shares_N).sum() / shares_N.sum())),
         }
-
-
-def _sd_by_rollout(values_N: torch.Tensor, lengths_N: torch.Tensor) -> float:
-    """The standard deviation over rollouts of a value that all tokens of a rollout have: each token counts 1 / length."""
-    shares_N = 1.0 / lengths_N.double()
-    mean = (values_N * shares_N).sum() / shares_N.sum()
-    return math.sqrt(float(((values_N - mean).square() * shares_N).sum() / shares_N.sum()))
 
 
 def _nearest_rank(sorted_N: torch.Tensor, fraction: float) -> int:

@@ -15,7 +15,7 @@ from pipelinerl.engine import LocalEngine, flat
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import loading
 from pipelinerl.models.loading import Float32Head, load_model, use_float32_head
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, TrainingForward, use_packed_attention
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, Segment
@@ -50,7 +50,7 @@ def gaps(make: Callable[[], Any], *, flatten: bool = False) -> torch.Tensor:
     use_packed_attention(trained)
     row = PackedRow.of(segments)
     with torch.no_grad():
-        ours, _ = token_logprobs(sampled_logits(trained, row), row.sampled_ids_P, 1.0)
+        ours, _ = token_logprobs(TrainingForward(trained)(row), row.sampled_ids_P, 1.0)
     return (ours - theirs).abs()
 
 

@@ -17,7 +17,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.runner import ModelRunner
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.models.folder import resolve_path
-from pipelinerl.models.packed import PackedRow, sampled_logits, use_packed_attention
+from pipelinerl.models.packed import PackedRow, TrainingForward, use_packed_attention
 from pipelinerl.models.state import named_weights
 from pipelinerl.resources import memory
 from pipelinerl.resources.machine import Memory, host_memory, memory_of, usable_gpus
@@ -143,7 +143,7 @@ def test_the_engines_memory_is_what_the_engine_allocates(tmp_path: Path) -> None
     shape = saved(tmp_path, model)
     runner = ModelRunner(model, 8, 64)
     found = predicted("--engine.slots=8", "--engine.max_length=64", "--actor.max_tokens=32", shape=shape)["generation"]
-    assert found["KV cache"] == runner.kv.kv_bytes
+    assert found["KV cache"] == sum(part.nbytes for part in runner.kv.parts(64))
     assert runner._flat is not None
     packed = sum(4 * linear._weight.numel() for linear in runner._flat._packed)
     assert packed <= found["packed weights"] <= 1.1 * packed
@@ -155,7 +155,7 @@ def test_latents_and_states_take_what_the_engine_allocates(tmp_path: Path, famil
     shape = saved(tmp_path, model)
     engine = LocalEngine(model, slots=3, max_length=40, flatten=False)
     flags = ("--engine.slots=3", "--engine.max_length=40", "--actor.max_tokens=20")
-    assert predicted(*flags, shape=shape)["generation"]["KV cache"] == engine._runner.kv.kv_bytes
+    assert predicted(*flags, shape=shape)["generation"]["KV cache"] == sum(part.nbytes for part in engine._runner.kv.parts(40))
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -188,7 +188,7 @@ def test_activations_are_near_what_autograd_keeps(tmp_path: Path, changes: dict[
     tokens = 128
     row = PackedRow.of([Segment(token_ids=tuple(range(64)), sampled=((63, 64),)) for _ in range(tokens // 64)])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = sampled_logits(model, row)
+        logits = TrainingForward(model)(row)
     measured = sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in own)
     assert logits.requires_grad
     flags = (f"--trainer.micro_batch_tokens={tokens}", "--engine.max_length=64", "--actor.max_tokens=32")
