@@ -116,9 +116,9 @@ class LayerSlots:
         if isinstance(used, CacheLayerMixin) and used.is_initialized and isinstance(used.keys, Tensor):
             self.by_position = [x.new_zeros(rows, x.shape[1], max_length, x.shape[3]) for x in (used.keys, used.values)]
             keys, values = self.by_position
-            kept = {"keys": None, "values": None, "slot_keys": keys, "slot_values": values, "is_initialized": True}
-            self._new |= kept
-            self._used |= kept
+            shared = {"keys": None, "values": None, "slot_keys": keys, "slot_values": values, "is_initialized": True}
+            self._new |= shared
+            self._used |= shared
             kind = type(f"Slots{type(new).__name__}", (_KeyValueLayer, type(new)), {})
         self.layer: Any = object.__new__(kind)
         self.states = {path: state.new_zeros(rows, *state.shape[1:]) for path, state in _states(used)}

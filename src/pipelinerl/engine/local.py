@@ -294,7 +294,7 @@ class LocalEngine:
         return PackedTokens(self._last_R, positions_R, None, table.decoding, table.buckets())
 
     def _packed_inputs(self, chunks: Seq[tuple[Prefill, int]]) -> PackedTokens:
-        """The tokens of decoding rows and chunks. Logits are kept of the rows, and of prompts that are now complete."""
+        """The tokens of decoding rows and chunks. Logits are computed for rows and for complete prompts."""
         table = self._table
         rows = begin = table.decoding
         ids, positions = [table.last[:rows]], [table.positions[:rows]]

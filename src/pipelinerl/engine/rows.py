@@ -4,7 +4,7 @@ In a decode step, the rows of a bucket attend to as many positions as the longes
 sequence would make all others as expensive; each additional bucket costs one attention call per layer. Sequences are moved
 so that decoding rows are always `0..R-1`, longest bucket first, followed by the rows of prompts still being processed.
 
-The state of all rows is kept in arrays, so that the work per token is done by NumPy, not by Python. Between two compactions
+The state of all rows is in arrays, so that the work per token is done by NumPy, not by Python. Between two compactions
 the same rows decode one token per step: sampled tokens are buffered, and flushed to the arrays when these are read.
 """
 

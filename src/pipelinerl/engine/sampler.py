@@ -169,9 +169,9 @@ def truncate(logprobs_nV: Tensor, top_p_n: Tensor, top_k_n: Tensor, *, waits: bo
     if not bool(cut_n.any()):
         return logprobs_nV
     rows_m = cut_n.nonzero()[:, 0]
-    kept = logprobs_nV.clone()
-    kept[rows_m] = keep_likeliest(logprobs_nV[rows_m], top_p_n[rows_m], top_k_n[rows_m])
-    return kept
+    changed_nV = logprobs_nV.clone()
+    changed_nV[rows_m] = keep_likeliest(logprobs_nV[rows_m], top_p_n[rows_m], top_k_n[rows_m])
+    return changed_nV
 
 
 def keep_likeliest(logprobs_mV: Tensor, top_p_m: Tensor, top_k_m: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def keep_likeliest(logprobs_mV: Tensor, top_p_m: Tensor, top_k_m: Tensor) -> Ten
     sorted_mV = sorted_mV.masked_fill(rank_V >= limit_m[:, None], float("-inf")).log_softmax(-1)
     probabilities_mV = sorted_mV.exp()
     mass_before_mV = probabilities_mV.cumsum(-1) - probabilities_mV
-    # The first token is always kept, despite rounding errors in the sums.
+    # The first token always stays, despite rounding errors in the sums.
     beyond_mV = (mass_before_mV >= top_p_m[:, None]) & (rank_V > 0)
     sorted_mV = sorted_mV.masked_fill(beyond_mV, float("-inf")).log_softmax(-1)
     return torch.empty_like(sorted_mV).scatter_(1, order_mV, sorted_mV)

@@ -102,7 +102,7 @@ def refuse_unknown_features(
     """Raise UnsupportedModelError, naming them, if a layer uses features that are not implemented here.
 
     `mask` is the model's mask, `longest` the length of the longest sequence, `other` the remaining
-    arguments. Dropout is refused: the trained policy must be the one that sampled.
+    arguments. Dropout is refused: the trained policy must be the policy that sampled.
     """
     unknown = sorted(name for name, given in other.items() if given is not None and name not in _KNOWN_ARGUMENTS)
     if other.get("dropout"):

@@ -84,14 +84,14 @@ def _narrow(module: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _widened(tensors: Sequence[Tensor]) -> Iterator[None]:
-    kept = [tensor.data for tensor in tensors]
+    narrow = [tensor.data for tensor in tensors]
     with torch.inference_mode(False), torch.no_grad():
         for tensor in tensors:
             tensor.data = tensor.data.float()
     try:
         yield
     finally:
-        for tensor, content in zip(tensors, kept, strict=True):
+        for tensor, content in zip(tensors, narrow, strict=True):
             tensor.data = content
 
 

@@ -25,7 +25,7 @@ def effective_sample_size(log_ratios_N: torch.Tensor) -> float:
 class OnPolicyStats:
     """Collects the tokens of one optimizer step over its micro-batches.
 
-    Tokens are kept until `result`, so that all metrics (percentiles included) are exact for any packing, and no
+    Tokens are stored until `result`, so that all metrics (percentiles included) are exact for any packing, and no
     micro-batch waits for the device. This takes 30 bytes per token (float32 inputs) for one step.
     """
 

@@ -366,7 +366,7 @@ def test_a_model_that_can_not_be_flattened_runs_as_it_is(
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN here")
 def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large weights are used from a copy in another layout: as large as these here are told to be large."""
+    """Large weights are used from a copy in another layout: here, all weights count as large."""
     monkeypatch.setattr(flat, "PACK_FROM", 1)
     packed, plain = engine(flatten=True), engine(flatten=False)
     assert packed._runner._flat is not None

@@ -97,9 +97,9 @@ def test_streams_cancellations_and_updates_at_any_step_leave_every_token_and_ver
         found = done[name]
         versions = versions_from_spans(found.weight_versions, len(found.token_ids))
         if asked.stream:
-            told, whole = events[name], token_events(found)
-            assert told == whole[: len(told)]
-            assert found.finish_reason == "cancelled" or len(told) == len(whole)
+            streamed, whole = events[name], token_events(found)
+            assert streamed == whole[: len(streamed)]
+            assert found.finish_reason == "cancelled" or len(streamed) == len(whole)
         prompt = [(span.version, span.start, span.end) for span in found.prompt_versions]
         assert prompt == [(version, 0, len(asked.prompt_ids)) for version in versions[-1:]]
         if asked.sampling.temperature == 1 and not asked.sampling.top_k:

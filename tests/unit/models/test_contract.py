@@ -74,7 +74,7 @@ def test_a_turn_that_ends_with_plain_text_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ raise_exception('never') }}", "what ends a turn is not known: never"),
         ("{% if messages[1:] %}{{ raise_exception('one turn only') }}{% endif %}?", "is not known: one turn only"),
@@ -82,9 +82,9 @@ def test_a_turn_that_ends_with_plain_text_is_named() -> None:
         ("{% for m in messages %}<a>{{ m.undefined.field }}{% endfor %}", "is not known"),
     ],
 )
-def test_a_template_that_can_not_be_used_for_answers_is_named(template: str, said: str) -> None:
+def test_a_template_that_can_not_be_used_for_answers_is_named(template: str, message: str) -> None:
     (note,) = contract(template).notes
-    assert said in note
+    assert message in note
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Loading models and tokenizers: what comes out, and what a user is told when it can't."""
+"""Loading models and tokenizers: what comes out, and the error if it can't be done."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 def refusal(load: Callable[[ModelConfig], object], path: str | Path) -> str:
-    """The one line that a user is told."""
+    """The error, which is one line."""
     with pytest.raises(ModelLoadError) as caught:
         load(ModelConfig(path=str(path)))
     assert "\n" not in str(caught.value)
@@ -133,7 +133,7 @@ def test_stop_tokens_come_from_generation_config_model_config_and_tokenizer(fold
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("./nowhere", "'./nowhere' does not exist"),
         ("{folder}/config.json", "is a file"),
@@ -141,9 +141,9 @@ def test_stop_tokens_come_from_generation_config_model_config_and_tokenizer(fold
         ("{folder}", r"it has no tokenizer (tokenizer.json)"),
     ],
 )
-def test_what_is_no_folder_of_a_model_or_lacks_a_part_is_refused(folder: Path, path: str, said: str) -> None:
+def test_what_is_no_folder_of_a_model_or_lacks_a_part_is_refused(folder: Path, path: str, message: str) -> None:
     (folder / "tokenizer.json").unlink()
-    assert said in refusal(load_tokenizer, path.format(folder=folder))
+    assert message in refusal(load_tokenizer, path.format(folder=folder))
 
 
 def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("own/absent", r"is not a folder here \(/.*/own/absent\) and the Hugging Face hub has no such model that you can"),
         ("own/terms", r"is gated: accept its terms at http://.*/own/terms, then log in"),
@@ -216,9 +216,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("own/broken", r"the Hugging Face hub can't be reached \(.*500"),
     ],
 )
-def test_what_the_hub_does_not_give_is_said_before_anything_is_loaded(hub: str, name: str, said: str) -> None:
+def test_what_the_hub_does_not_give_is_reported_before_anything_is_loaded(hub: str, name: str, message: str) -> None:
     assert find_model("own/whole") == "own/whole"
-    assert re.search(said, refusal(load_tokenizer, name))
+    assert re.search(message, refusal(load_tokenizer, name))
 
 
 def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
@@ -284,16 +284,16 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_what_can_not_be_loaded_as_it_is_is_refused_by_one_line(
-    folder: Path, damage: Callable[[Path], object], said: str
+    folder: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(folder)
-    assert re.search(said, refusal(load_model, folder))
-    if "quantized" in said:
-        assert re.search(said, refusal(load_tokenizer, folder))
-    if "generation_config" in said:
-        assert re.search(said, refusal(load_config, folder))
+    assert re.search(message, refusal(load_model, folder))
+    if "quantized" in message:
+        assert re.search(message, refusal(load_tokenizer, folder))
+    if "generation_config" in message:
+        assert re.search(message, refusal(load_config, folder))
 
 
 def test_known_leftovers_in_a_file_are_no_error(folder: Path) -> None:

@@ -155,7 +155,8 @@ def test_latents_and_states_take_what_the_engine_allocates(tmp_path: Path, famil
     shape = saved(tmp_path, model)
     engine = LocalEngine(model, slots=3, max_length=40, flatten=False)
     flags = ("--engine.slots=3", "--engine.max_length=40", "--actor.max_tokens=20")
-    assert predicted(*flags, shape=shape)["generation"]["KV cache"] == sum(part.nbytes for part in engine._runner.kv.parts(40))
+    allocated_bytes = sum(part.nbytes for part in engine._runner.kv.parts(40))
+    assert predicted(*flags, shape=shape)["generation"]["KV cache"] == allocated_bytes
 
 
 @pytest.mark.parametrize(("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2)])
