@@ -118,7 +118,7 @@ class AgentEnvironment:
                 result = in_daemon_thread(partial(self._function, *arguments))
             try:
                 return await asyncio.wrap_future(result)
-            except BaseException as error:  # also `sys.exit`: it ends only this call
+            except (Exception, KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:  # it ends only this call
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
