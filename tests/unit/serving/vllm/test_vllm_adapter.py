@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.unit.fake_engine_servers import wait_until
 
 FACTS = ModelFacts(16, (1,))
 UPDATE = WeightUpdateRequest(version=1, checksum="c0ffee", path="/weights/v1.safetensors")
+ABORT, KEEP = "mode=abort&clear_cache=false", "mode=keep&clear_cache=false"
 STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
@@ -34,11 +35,8 @@ class FakeVllm:
         self.label = "default"
         self.logprobs_mode, self.prefix_caching, self.backend = "processed_logprobs", False, "pipelinerl"
         self.paused = False
-        self.modes: list[str] = []  # of pauses
-        self.updates: list[Any] = []
-        self.asked: Counter[str] = Counter()
+        self.sent: defaultdict[str, list[Any]] = defaultdict(list)  # by path: the bodies, or queries
         self.steps: list[str] = []  # of updates
-        self.bodies: dict[str, Any] = {}
         self.failures: dict[str, BaseException | list[BaseException]] = {}
         self.hold = asyncio.Event()
         self.hold.set()
@@ -46,8 +44,7 @@ class FakeVllm:
 
     async def ask(self, method: str, path: str, answer: Any, body: Any = None, *, timeout_s: float | None = None) -> Any:
         path, _, query = path.partition("?")
-        self.bodies[path] = body
-        self._note(path)
+        self._note(path, query if body is None else body)
         config = {
             "instance_id": self.instance,
             "model_config": {"model": "m", "max_model_len": 64, "logprobs_mode": self.logprobs_mode},
@@ -64,18 +61,12 @@ class FakeVllm:
         if path == "/inference/v1/generate":
             return msgspec.convert(await self._generate(body), answer)
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
-        if path == "/pause":
-            self.modes.append(query.removeprefix("mode=").removesuffix("&clear_cache=false"))
-        if path == "/update_weights":
-            self.updates.append(body)
-        if path == "/update_weight_version":
-            self.label = body["new_version"]
-        if path == "/finish_weight_update":
-            self.label = body["weight_version"]
+        key = {"/update_weight_version": "new_version", "/finish_weight_update": "weight_version"}.get(path)
+        self.label = body[key] if key else self.label
         return msgspec.convert(answers[path], answer) if method == "GET" else None
 
     async def lines(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
-        self._note(path)
+        self._note(path, body)
         whole = (await self._generate(body))["choices"][0]
         for index, token in enumerate(whole["token_ids"]):
             last = index == len(whole["token_ids"]) - 1
@@ -98,8 +89,8 @@ class FakeVllm:
         }
         return {"choices": [choice | self.changes]}
 
-    def _note(self, path: str) -> None:
-        self.asked[path] += 1
+    def _note(self, path: str, body: Any) -> None:
+        self.sent[path].append(body)
         self.steps += [path] if path in STEPS else []
         failure = self.failures.get(path)
         if isinstance(failure, list):
@@ -129,7 +120,7 @@ async def held(vllm: FakeVllm, server: VllmServer) -> asyncio.Future[Completion]
     """A request that is at the stand-in, which keeps it."""
     vllm.hold.clear()
     running = asyncio.ensure_future(server.generate(request("a")))
-    await wait_until(lambda: vllm.asked["/inference/v1/generate"] > 0)
+    await wait_until(lambda: len(vllm.sent["/inference/v1/generate"]) > 0)
     return running
 
 
@@ -143,7 +134,7 @@ async def test_weights_without_a_label_are_of_version_0(vllm: FakeVllm, server: 
     assert vllm.label == "0"
     vllm.instance, vllm.label = "c", "11"  # of an earlier client
     assert (await server.info()).version == 11
-    assert vllm.asked["/update_weight_version"] == 2
+    assert len(vllm.sent["/update_weight_version"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -162,15 +153,15 @@ async def test_a_server_that_can_not_be_used_is_not(
     for ask in (server.info(), server.generate(request("a")), server.update_weights(UPDATE)):
         with pytest.raises(ServerError, match=why):
             await ask
-    assert vllm.asked["/inference/v1/generate"] == 0
-    assert vllm.asked["/pause"] == 0
+    assert len(vllm.sent["/inference/v1/generate"]) == 0
+    assert len(vllm.sent["/pause"]) == 0
 
 
 async def test_one_look_serves_all_requests_that_wait_for_it(vllm: FakeVllm, server: VllmServer) -> None:
     completions = await asyncio.gather(*(server.generate(request(f"r{i}", stream=i % 2 == 0)) for i in range(8)))
     assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(8)]
     assert {completion.token_ids for completion in completions} == {(7,) * 5}
-    assert vllm.asked["/server_info"] == 1
+    assert len(vllm.sent["/server_info"]) == 1
 
 
 async def test_tokens_are_reported_as_they_come(vllm: FakeVllm, server: VllmServer) -> None:
@@ -248,7 +239,7 @@ async def test_an_update_is_taken_once(vllm: FakeVllm, server: VllmServer) -> No
     assert (receipt.version, receipt.checksum, receipt.sequences_in_flight) == (1, "c0ffee", 1)
     assert receipt.pause_s > 0
     assert (await server.update_weights(UPDATE)).pause_s == 0
-    assert vllm.asked["/update_weights"] == 1
+    assert len(vllm.sent["/update_weights"]) == 1
     info = await server.info()
     assert (info.version, info.checksum) == (1, "c0ffee")
     with pytest.raises(WeightUpdateError, match="older"):
@@ -263,12 +254,12 @@ async def test_a_session_begins_at_any_version_and_takes_no_tokens_of_another(vl
     with pytest.raises(ServerError, match="of weights of another session"):
         await server.generate(request("early"))
     assert (await server.update_weights(UPDATE)).version == 1
-    assert (vllm.label, vllm.modes) == ("1@cafe.2", ["abort"])
+    assert (vllm.label, vllm.sent["/pause"]) == ("1@cafe.2", [ABORT])
     assert (await server.generate(request("a"))).weight_versions == (VersionSpan(1, 0, 5),)
     with pytest.raises(WeightUpdateError, match="older"):
         await server.update_weights(msgspec.structs.replace(UPDATE, version=0))
     await server.update_weights(msgspec.structs.replace(UPDATE, version=2))
-    assert (vllm.label, vllm.modes) == ("2@cafe.2", ["abort", "keep"])
+    assert (vllm.label, vllm.sent["/pause"]) == ("2@cafe.2", [ABORT, KEEP])
     vllm.label = "3@cafe.3"
     with pytest.raises(ServerError, match="of weights of another session"):
         await server.generate(request("late"))
@@ -277,7 +268,7 @@ async def test_a_session_begins_at_any_version_and_takes_no_tokens_of_another(vl
         await server.generate(request("b"))
     assert ((await server.info()).version, vllm.label) == (0, "default")
     await server.update_weights(msgspec.structs.replace(UPDATE, version=2))
-    assert (vllm.label, vllm.modes[-1]) == ("2@cafe.2", "abort")
+    assert (vllm.label, vllm.sent["/pause"][-1]) == ("2@cafe.2", ABORT)
 
 
 async def test_weights_that_are_held_are_those_of_the_next_session_only_once_it_has_sent_them(vllm: FakeVllm) -> None:
@@ -287,7 +278,7 @@ async def test_weights_that_are_held_are_those_of_the_next_session_only_once_it_
     second = VllmServer("http://vllm", facts=FACTS, run="cafe", epoch=2)
     await second.update_weights(UPDATE)
     assert vllm.label == "1@cafe.2"
-    sent = [body["update_info"] for body in vllm.updates]
+    sent = [body["update_info"] for body in vllm.sent["/update_weights"]]
     assert [(one.run, one.epoch) for one in sent] == [("cafe", 1), ("cafe", 2)]
 
 
@@ -322,14 +313,14 @@ def busy(message: str = "it broke") -> ServerBusyError:
 async def test_what_an_update_sends_is_what_our_backend_decodes(vllm: FakeVllm, server: VllmServer) -> None:
     await server.update_weights(UPDATE)
     assert vllm.steps == STEPS
-    sent = msgspec.to_builtins(vllm.bodies["/update_weights"]["update_info"])
+    sent = msgspec.to_builtins(vllm.sent["/update_weights"][0]["update_info"])
     assert msgspec.convert(sent, WeightUpdateRequest) == UPDATE
     group = ProcessGroupRequest(host="10.0.0.5", port=7, key="secret", index=1, timeout_s=9.0, name="http://vllm")
     vllm.failures = {"/init_weight_transfer_engine": [busy("weights refused: no group in 9 s")]}
     with pytest.raises(WeightUpdateError, match=r"http://vllm did not join the trainer's broadcast: .*no group in 9 s"):
         await server.join_broadcast(group)
     await server.join_broadcast(group)
-    sent = msgspec.to_builtins(vllm.bodies["/init_weight_transfer_engine"])["init_info"]
+    sent = msgspec.to_builtins(vllm.sent["/init_weight_transfer_engine"][0])["init_info"]
     assert msgspec.convert(sent, ProcessGroupRequest) == group
 
 
@@ -367,7 +358,7 @@ async def test_what_may_be_half_done_is_never_computed_with(
     vllm.failures = dict(failures)
     with pytest.raises((ServerUnreachableError, asyncio.CancelledError)):
         await server.update_weights(UPDATE)
-    assert vllm.asked["/resume"] in (0, 2)  # it is tried twice
+    assert len(vllm.sent["/resume"]) in (0, 2)  # it is tried twice
     with pytest.raises(ServerError, match="half of version 1"):
         await server.generate(request("a"))
 

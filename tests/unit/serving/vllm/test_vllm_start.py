@@ -148,20 +148,11 @@ def test_what_the_run_file_adds_comes_last_and_replaces_nothing_of_the_run_but_i
     assert own - VLLM_OWN.keys() == {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "workers"),
-    [
-        ("", 1),
-        ("--seed=3", 1),
-        ("--tensor-parallel-size=4", 4),
-        ("--tensor_parallel_size 2", 2),
-        ("-tp 2 -pp=3 --seed 5", 6),
-        ("-tp 2 -tp 4", 4),
-        ("--tensor-parallel-size", 1),
-    ],
-)
-def test_a_server_has_as_many_gpus_as_its_arguments_ask_for(arguments: str, workers: int) -> None:
-    assert EngineConfig(kind="vllm", vllm_args=tuple(arguments.split())).vllm_workers == workers
+def test_a_server_has_as_many_gpus_as_its_arguments_ask_for() -> None:
+    workers = {"": 1, "--seed=3": 1, "--tensor-parallel-size=4": 4, "--tensor_parallel_size 2": 2, "-tp 2 -tp 4": 4}
+    workers |= {"-tp 2 -pp=3 --seed 5": 6, "--tensor-parallel-size": 1}
+    for arguments, count in workers.items():
+        assert EngineConfig(kind="vllm", vllm_args=tuple(arguments.split())).vllm_workers == count, arguments
 
 
 def test_what_the_models_folder_says() -> None:
