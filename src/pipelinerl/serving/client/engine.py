@@ -72,7 +72,7 @@ class RemoteEngine:
         self._joined = False
         self._error: BaseException | None = None  # the first that ended the engine: open requests then get no answer
         self._arrived = asyncio.Event()  # a token, an answer or an error
-        self._names = (f"{prefix}.{number}" for prefix in (secrets.token_hex(4),) for number in count())
+        self._prefix, self._numbers = secrets.token_hex(4), count()  # of names
         self._open: set[str] = set()
         self._tokens_received = 0
         self._busy_s = 0.0
@@ -269,7 +269,7 @@ class RemoteEngine:
 
         Raises RequestError, or an error that ends the engine.
         """
-        name, failures = next(self._names), 0
+        name, failures = f"{self._prefix}.{next(self._numbers)}", 0
         tokens: list[TokenEvent] = []
 
         def take(event: TokenEvent) -> None:
