@@ -76,12 +76,16 @@ class Columns:
             column.append(numbers.get(name, math.nan))
         self.rows += 1
 
-    def cut(self, rows: int) -> None:
-        """Remove all but the first `rows` rows: a resumed run repeats the others."""
+    def cut(self, name: str, value: float) -> int:
+        """Remove the last rows whose `name` is at least `value`: a resumed run repeats them. Returns the number of rows."""
+        rows, column = self.rows, self[name]
+        while rows and column[rows - 1] >= value:
+            rows -= 1
         if rows < self.rows:
             self.rows, self._edition = rows, self._edition + 1
-            for column in self._columns.values():
-                del column[rows:]
+            for one in self._columns.values():
+                del one[rows:]
+        return rows
 
     def since(self, seen: Seen) -> tuple[dict[str, Any] | None, Seen]:
         """The points after the ones that were seen, or all points if the earlier ones have changed; None if there are none.
@@ -121,10 +125,7 @@ class StepColumns(Columns):
 
     def add(self, step: StepRecord, evaluations: Sequence[EvaluationRecord] = ()) -> None:
         """A resumed run repeats steps: earlier rows of this version and later ones are removed."""
-        keep, versions = self.rows, self["version"]
-        while keep and versions[keep - 1] >= step.version:
-            keep -= 1
-        self.cut(keep)
+        keep = self.cut("version", step.version)
         if not keep:
             self.begin_s = begin_s([step], (), evaluations)
         passed_s = step.time_s - (self["time_s"][-1] if keep else self.begin_s)

@@ -138,16 +138,14 @@ class Trends:
     """
 
     def __init__(self) -> None:
-        self.generated, self.trained_tokens, self.samples, self.steps = Rate(), Rate(), Rate(), Rate(1800.0)
-        self.generated_by: dict[str, Rate] = {}
+        self.trained_tokens, self.samples, self.steps = Rate(), Rate(), Rate(1800.0)
+        self.generated: dict[str, Rate] = {}  # by engine
 
     def observe(self, statuses: Mapping[str, StageStatus], now: float) -> None:
-        engine, trainer = engine_total(statuses), trainer_progress(statuses.get(TRAINER))
-        if engine is not None:
-            self.generated.observe(now, engine.tokens_generated)
+        trainer = trainer_progress(statuses.get(TRAINER))
         for stage, status in statuses.items():
             if isinstance(status.progress, EngineProgress):
-                self.generated_by.setdefault(stage, Rate()).observe(now, status.progress.tokens_generated)
+                self.generated.setdefault(stage, Rate()).observe(now, status.progress.tokens_generated)
         if trainer is not None:
             self.trained_tokens.observe(now, trainer.tokens_trained)
             self.samples.observe(now, trainer.trained)
@@ -185,7 +183,7 @@ def shown_stages(statuses: Mapping[str, StageStatus], trends: Trends, now: float
     for stage, status in statuses.items():
         progress, busy, rate, silent_s = status.progress, "", "", now - status.written_s
         if isinstance(progress, EngineProgress):
-            rate = f"{short(trends.generated_by.get(stage, Rate()).per_s)} tok/s"
+            rate = f"{short(trends.generated.get(stage, Rate()).per_s)} tok/s"
         elif isinstance(progress, TrainerProgress):
             rate = f"{short(trends.samples.per_s)} samples/s, {short(trends.trained_tokens.per_s)} tok/s"
         if isinstance(progress, EngineProgress | TrainerProgress):
@@ -331,7 +329,8 @@ class PlainView(RunView):
         self._printed = (trainer.version, now)
         parts = [f"[{duration(now - self._first_s):>7}]", f"step {trainer.version}/{self._target}"]
         parts += [f"{name} {shown}" for name, shown in headline(trainer.latest).items()]
-        rates = {"tok": trends.generated.per_s, "samples": trends.samples.per_s}
+        generated = [rate.per_s for rate in trends.generated.values() if rate.per_s is not None]
+        rates = {"tok": sum(generated) if generated else None, "samples": trends.samples.per_s}
         parts += [f"{short(rate)} {unit}/s" for unit, rate in rates.items() if rate is not None]
         parts += [f"queued {trainer.queued}", *filter(None, [dropped_rollouts(statuses)])]
         if (left_s := trends.remaining_s(self._target - trainer.version)) is not None:

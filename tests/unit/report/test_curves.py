@@ -63,7 +63,7 @@ def test_a_page_that_follows_has_what_a_new_page_gets(monkeypatch: pytest.Monkey
     for n in range(100):
         columns.append({"n": n, **({"late": 2.0} if n >= 50 else {}), "bad": math.nan})
         if n in (17, 60):
-            columns.cut(n - 4)  # resumed
+            columns.cut("n", n - 4)  # resumed
         if n % 3 == 0:
             at = follow_page(columns, page, at)
     at = follow_page(columns, page, at)

@@ -6,6 +6,7 @@ import base64
 import fcntl
 import hashlib
 import importlib.resources
+import math
 import os
 import re
 import threading
@@ -146,7 +147,7 @@ class WatchedRun:
             self._evaluations = []
         self._evaluations = without_repeated([*self._evaluations, *evaluations], superseded)
         if self._tail.restarted:
-            self.steps.cut(0)
+            self.steps.cut("version", -math.inf)
             self._latest = None
         for record in steps:
             self.steps.add(record, self._evaluations)
@@ -171,19 +172,17 @@ class WatchedRun:
         for tail in self._timelines.values():
             found += tail.look()
             if tail.restarted:
-                self._load.cut(0)
+                self._load.cut("minutes", -math.inf)
         for record in sorted(found, key=lambda one: one.time_s):
             last = self._load_of.get(record.worker)
-            minutes, keep, times = record.time_s / 60, self._load.rows, self._load["minutes"]
+            minutes = record.time_s / 60
             if last is not None and record.time_s < last.time_s:  # a resumed run
-                while keep and times[keep - 1] >= minutes:
-                    keep -= 1
-                self._load.cut(keep)
+                self._load.cut("minutes", minutes)
             self._load_of[record.worker] = record
             engines = self._load_of.values()
             self._load.append(
                 {
-                    "minutes": max(minutes, times[keep - 1]) if keep else minutes,
+                    "minutes": max(minutes, self._load["minutes"][-1]) if self._load.rows else minutes,
                     "in_progress": sum(one.in_progress for one in engines),
                     "queued": sum(one.queued for one in engines),
                 }
