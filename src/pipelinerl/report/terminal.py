@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -49,10 +49,11 @@ def sample_before_after(before: EvaluatedProblem, after: EvaluatedProblem) -> Re
 
 def largest_gain(run_dir: Path) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
     """The held-out problem whose reward rose most, before and after training; among equals, the median length after."""
-    paths = [RunDirectory(run_dir).evaluation(when) for when in ("before", "after")]
-    if not all(path.is_file() for path in paths):
-        return None
-    before, after = ({one.problem_id: one for one in read_lines(path, EvaluatedProblem)} for path in paths)
+    answers = []
+    for path in map(RunDirectory(run_dir).evaluation, ("before", "after")):
+        found = read_lines(path, EvaluatedProblem) if path.is_file() else []
+        answers.append({one.problem_id: one for one in found})
+    before, after = answers
     both = [(before[key], after[key]) for key in before.keys() & after.keys()]
     most = max((last.reward - first.reward for first, last in both), default=0.0)
     best = [(first, last) for first, last in both if last.reward - first.reward == most]
@@ -61,25 +62,21 @@ def largest_gain(run_dir: Path) -> tuple[EvaluatedProblem, EvaluatedProblem] | N
 
 
 class _Shown:
-    """The numbers of a summary as attributes, for f-strings: a missing one is `-`."""
+    """A value of a summary for f-strings: `-` if it is missing. Its attributes and items are the values in it."""
 
-    def __init__(self, numbers: Mapping[str, Any]) -> None:
-        self._numbers = numbers
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
-    def __getattr__(self, name: str) -> _Number:
-        return _Number(self._numbers.get(name))
+    def __getattr__(self, name: str) -> _Shown:
+        return _Shown((self._value or {}).get(name))
 
     __getitem__ = __getattr__
 
-
-class _Number(NamedTuple):
-    value: float | None
-
     def __format__(self, pattern: str) -> str:
         formats = {"short": short, "bytes": _bytes, "pause": pause, "time": duration}
-        if self.value is None:
+        if self._value is None:
             return "-"
-        return formats[pattern](self.value) if pattern in formats else format(self.value, pattern)
+        return formats[pattern](self._value) if pattern in formats else format(self._value, pattern)
 
 
 def _bytes(size: float) -> str:
@@ -117,7 +114,7 @@ def _learning(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
         errors = ["" if error is None else f" ± {error:.3f}" for error in known]
         change = f"{see.eval_reward_before:.3f}{errors[0]} -> {see.eval_reward_after:.3f}{errors[1]}"
         rows.append(("held-out reward", change))
-    before, after = (_Shown(get(f"eval_{when}_metrics", {})) for when in ("before", "after"))
+    before, after = (see[f"eval_{when}_metrics"] for when in ("before", "after"))
     names = {*get("eval_before_metrics", {}), *get("eval_after_metrics", {})}
     for name in sorted(name for name in names if name.endswith(REWARD)):  # of environments and further sets
         change = f"{before[name]:.3f} -> {after[name]:.3f}"
@@ -128,7 +125,7 @@ def _learning(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
         more = f"; {skipped} skipped" if skipped else ""
         rows.append(("  during training", ", ".join([f"evaluations: {len(evaluations)}", *last]) + more))
     if evaluated:
-        lengths = (_Shown(get(f"eval_{when}_lengths") or {}) for when in ("before", "after"))
+        lengths = (see[f"eval_{when}_lengths"] for when in ("before", "after"))
         shown = (f"mean {one.mean:.1f}, p50 {one.p50:.0f}, p99 {one.p99:.0f}" for one in lengths)
         rows.append(("held-out length", " -> ".join(shown)))
     edge = count(edge_of(summary["optimizer_steps"]), "step")
@@ -201,7 +198,7 @@ def _rollouts(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
     )
     rows = [("rollouts", account)]
     if "generated_per_trained" in summary:
-        cost = _Shown(summary["generated_per_trained"])
+        cost = see.generated_per_trained
         shares = "".join(f", {share:.1%} {reason}" for reason, share in summary["dropped_fraction"].items())
         without = f"{see.no_gradient_fraction:.1%} of these without gradient"
         rows.append(

@@ -73,9 +73,8 @@ ALONE = GenerationStages()
 
 def generation_stages(processes: int) -> list[GenerationStages]:
     """Stage names for each process, numbered (`engine-0`, `actor-0`) only if there are several processes."""
-    if processes == 1:
-        return [ALONE]
-    return [GenerationStages(f"{ENGINE}-{index}", f"{ACTOR}-{index}") for index in range(processes)]
+    numbers = [f"-{index}" for index in range(processes)] if processes > 1 else [""]
+    return [GenerationStages(ENGINE + number, ACTOR + number) for number in numbers]
 
 
 def starting(board: Board, stages: Iterable[str], detail: str) -> None:

@@ -221,19 +221,15 @@ def test_logs_of_ci_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_output_that_nobody_reads_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after `| head`, or with a log on a full disk."""
     reader, writer = os.pipe()
+    os.close(reader)
     with open(writer, "w") as pipe, open("/dev/full", "w") as full:
         for stream in (pipe, full):
             monkeypatch.setattr(sys, name, stream)
             with output_that_never_fails():
-                if stream is pipe:
-                    print("first", file=getattr(sys, name))
-                    assert os.read(reader, 100) == b"first\n"
-                    os.close(reader)
                 view = LiveView(getattr(sys, name), target=9)
                 view.update(statuses(100.0), 100.0)
                 view.say("x" * 100_000)
                 view.close()
-                Console(file=getattr(sys, name)).print("a table")
             assert getattr(sys, name) is stream
             with pytest.raises(OSError, match=r"Broken pipe|No space"):
                 print("without it", file=stream, flush=True)
