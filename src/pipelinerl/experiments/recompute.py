@@ -45,8 +45,8 @@ A piece of one sequence, of up to `LONGEST_PIECE` sampled tokens, is never split
 class SavedWeights:
     """Weights of a run by version, loaded on demand. The latest are cached, up to `CACHED_BYTES` (at least two).
 
-    Version 0 is the model that the run started from; the others are its checkpoints and saved weights, and those that `save`
-    wrote to `folder`. `published` has the checksums of the run's weights, by version.
+    Version 0 is the model that the run started from; the others are its checkpoints and saved weights, and weights that `save`
+    wrote to `folder`. `kept` has the versions without the latter. `published`: checksums of the run's weights, by version.
     """
 
     def __init__(
@@ -59,25 +59,21 @@ class SavedWeights:
     ) -> None:
         self._model, self._folder = model, folder
         self._published = published or {}
-        self._kept = saved_versions(run_dir)
+        self._saved = saved_versions(run_dir)
+        self.kept = sorted({0, *self._saved})
         self._aliases: dict[int, dict[str, str]] = {}
         self._loaded: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
-
-    @property
-    def kept(self) -> Sequence[int]:
-        """Versions that the run kept, ascending, including 0."""
-        return sorted({0, *self._kept})
 
     def save(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Save weights to disk, tied tensors once."""
         self._aliases[version] = first_names(tensors)
         owned = {name: tensors[name] for name in self._aliases[version].values()}
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_safetensors(owned, self._file(version))
+        write_safetensors(owned, self._folder / f"{version}.safetensors")
 
     def new_model(self, version: int, device: str) -> Any:
         """A new model with weights that the run kept. Raises ModelLoadError, and CheckpointError for damaged files."""
-        path = self._kept.get(version)
+        path = self._saved.get(version)
         if path is None:
             return load_model(self._model, device)
         load_checkpoint(path)  # verifies every file
@@ -98,16 +94,13 @@ class SavedWeights:
 
     def _load(self, version: int) -> Mapping[str, Tensor]:
         if version in self._aliases:
-            owned = load_file(self._file(version))
+            owned = load_file(self._folder / f"{version}.safetensors")
             return {name: owned[first] for name, first in self._aliases[version].items()}
         tensors = named_weights(self.new_model(version, "cpu"))
         if (published := self._published.get(version)) is not None and checksum(tensors) != published:
-            where = self._kept.get(version, self._model.path)
+            where = self._saved.get(version, self._model.path)
             raise ReplayDifferenceError(f"the weights in {where} are not those that the run published as version {version}")
         return tensors
-
-    def _file(self, version: int) -> Path:
-        return self._folder / f"{version}.safetensors"
 
 
 class Sampled(NamedTuple):

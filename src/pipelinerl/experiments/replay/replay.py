@@ -107,17 +107,6 @@ def replay(
             say(f"warning: {warning}")
         chosen = _groups_to_verify(run, weights, config, result.steps, number=verify, seed=seed) if verify else []
         needed = {version for group in chosen for version in versions_of(group, config.engine.kv_on_update)}
-        training = TrainingReplay(
-            run=run,
-            result=result,
-            folder=folder,
-            weights=weights,
-            stop=stop,
-            say=say,
-            change=lambda config: _changed(config, settings),
-            keep_last=out is not None,
-            needed=needed - set(weights.kept),
-        )
         kept = sorted(set(weights.kept) & run.published.keys() - {0}) if result.exact else []
         result.kept = len(kept)
         for version in kept:
@@ -126,7 +115,17 @@ def replay(
             except (CheckpointError, ModelLoadError, ReplayDifferenceError) as error:
                 result.differences.append(str(error))
         if result.steps:
-            training.repeat()
+            TrainingReplay(
+                run=run,
+                result=result,
+                folder=folder,
+                weights=weights,
+                stop=stop,
+                say=say,
+                change=lambda config: _changed(config, settings),
+                keep_last=out is not None,
+                needed=needed - set(weights.kept),
+            ).repeat()
         result.unrecorded -= result.compared
         if result.exact and not result.differences:
             result.differences += _odd_summary(run, config)

@@ -15,7 +15,6 @@ session began, and the next trainer resumes from it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -254,7 +253,7 @@ class TrainingReplay:
     needed: set[int]
     _first_step: str = ""
     _changed: dict[tuple[int, str], list[str]] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _batches: int = 0
     _offered: Prepared | None = None
     _said_s: float = field(default_factory=time.monotonic)
     _metrics: JsonLines = field(init=False)
@@ -329,7 +328,7 @@ class TrainingReplay:
         for batch, samples in recorded_samples(self.run, wanted, prepare, changed if exact else None):
             if self.stop():
                 raise RunInterruptedError(f"the replay was stopped at version {trainer.version}")
-            number = next(self._numbers)  # which the replay has not used before
+            self._batches, number = self._batches + 1, self._batches  # which the replay has not used before
             renamed = tuple(msgspec.structs.replace(sample, group_index=number) for sample in samples)
             ids = tuple(sample.id for sample in samples)
             self._offered = Prepared(index=number, ids=ids, samples=renamed)

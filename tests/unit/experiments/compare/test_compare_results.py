@@ -70,16 +70,6 @@ RUNS = [
 ]
 
 
-def test_ratios_are_seed_by_seed_to_the_conventional_with_the_best_median() -> None:
-    time = times_sooner(RUNS)
-    assert time.baseline == "conventional:1"  # median 15; that of conventional:4 is 21
-    assert time.per_seed == [1.4, 1.25, 3.75]
-    assert (time.median, time.min, time.max) == (1.4, 1.25, 3.75)
-    rate = ratio(RUNS, "pipeline", "samples_per_s", low_is_good=False)
-    assert rate.baseline == "conventional:4"
-    assert rate.per_seed == [pytest.approx(200 / 120), pytest.approx(180 / 125), pytest.approx(220 / 130)]
-
-
 def test_a_run_that_diverged_counts_for_nothing() -> None:
     diverged = result("conventional:4", time_s=None, rate=900.0, status="diverged: the loss is nan")
     found = row([diverged, result("conventional:4", 1)], "conventional:4")

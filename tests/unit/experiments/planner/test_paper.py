@@ -32,33 +32,6 @@ def workload(histogram: dict[int, int], accelerators: int = 6, batch_size: int =
     return PaperWorkload(accelerators=accelerators, batch_size=batch_size, lengths=lengths, utilisation=h100(), tau=5.0)
 
 
-@given(histograms)
-def test_lengths_against_a_list_of_completions(histogram: dict[int, int]) -> None:
-    completions = [length for length, count in histogram.items() for _ in range(count)]
-    lengths = LengthDistribution(histogram)
-    assert lengths.longest == max(completions)
-    assert lengths.mean == pytest.approx(sum(completions) / len(completions))
-    shares = [completions.count(step) / len(completions) for step in range(1, max(completions) + 1)]
-    assert lengths.probabilities == pytest.approx(shares)
-    assert lengths.survival == pytest.approx([sum(shares[step:]) for step in range(len(shares))])
-    # At a random moment a sequence is in any of its decode steps: with as many tokens behind it as it has made steps.
-    moments = [age for c in completions for age in range(c)]
-    ages = [moments.count(age) / len(moments) for age in range(max(completions))]
-    assert lengths.survival / lengths.mean == pytest.approx(ages)
-
-
-@pytest.mark.parametrize("histogram", [{}, {3: 0}, {0: 1}, {3: -1}, {3: math.nan}, {3: math.inf}])
-def test_what_is_no_distribution_of_lengths(histogram: dict[int, float]) -> None:
-    with pytest.raises(ValueError, match=r"at least|less than 0"):
-        LengthDistribution(histogram)
-
-
-def test_a_table_is_straight_between_its_points_and_flat_beyond() -> None:
-    table = Utilisation({1: 10.0, 4: 16.0, 8: 20.0})
-    assert table.step_time([0.25, 1, 2, 4, 6, 8]) == pytest.approx([10, 10, 12, 16, 18, 20])
-    assert table.step_time([16, 800]) == pytest.approx([40, 2000])  # no more than 8 at a time
-
-
 @given(histograms, st.integers(1, 5))
 def test_conventional_against_the_formula_step_by_step(histogram: dict[int, int], steps_per_round: int) -> None:
     work = workload(histogram)

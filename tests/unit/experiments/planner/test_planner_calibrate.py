@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
@@ -14,6 +16,7 @@ from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.experiments.planner import calibration
 from pipelinerl.experiments.planner.calibration import (
     LengthDistribution,
+    Utilisation,
     decode_round,
     decode_times,
     first_groups,
@@ -111,10 +114,33 @@ def test_a_slot_too_short_to_measure_in() -> None:
         decode_round(engine, run, [6], 32, np.random.default_rng(0))
 
 
+@given(st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6))
+def test_lengths_against_a_list_of_completions(histogram: dict[int, int]) -> None:
+    completions = [length for length, count in histogram.items() for _ in range(count)]
+    lengths = LengthDistribution(histogram)
+    assert lengths.longest == max(completions)
+    assert lengths.mean == pytest.approx(sum(completions) / len(completions))
+    shares = [completions.count(step) / len(completions) for step in range(1, max(completions) + 1)]
+    assert lengths.probabilities == pytest.approx(shares)
+    assert lengths.survival == pytest.approx([sum(shares[step:]) for step in range(len(shares))])
+    # At a random moment a sequence is in any of its decode steps: with as many tokens behind it as it has made steps.
+    moments = [age for c in completions for age in range(c)]
+    ages = [moments.count(age) / len(moments) for age in range(max(completions))]
+    assert lengths.survival / lengths.mean == pytest.approx(ages)
+
+
+def test_a_table_is_straight_between_its_points_and_flat_beyond() -> None:
+    table = Utilisation({1: 10.0, 4: 16.0, 8: 20.0})
+    assert table.step_time([0.25, 1, 2, 4, 6, 8]) == pytest.approx([10, 10, 12, 16, 18, 20])
+    assert table.step_time([16, 800]) == pytest.approx([40, 2000])  # no more than 8 at a time
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
         ({"lengths": {}}, "pipelinerl lab calibrate"),
+        ({"lengths": {0: 1}}, "pipelinerl lab calibrate"),
+        ({"lengths": {3: -1}}, "pipelinerl lab calibrate"),
         ({"decode_s": {4: 0.1, 1: 0.1}}, "pipelinerl lab calibrate"),
         ({"slots": "many"}, "pipelinerl lab calibrate"),
         (None, "can't read"),
@@ -129,8 +155,3 @@ def test_only_a_calibration_is_read_back(tmp_path: Path, change: dict[str, objec
         path.write_bytes(msgspec.json.encode(msgspec.to_builtins(CALIBRATION) | change))
     with pytest.raises(UserError, match=key):
         read_calibration(path)
-
-
-def test_a_busy_machine_is_said_to_have_been_busy() -> None:
-    assert "was busy" in str(msgspec.structs.replace(CALIBRATION, load_average=4.5))
-    assert "was busy" not in str(CALIBRATION)

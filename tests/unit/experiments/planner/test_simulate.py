@@ -13,7 +13,6 @@ from pipelinerl.experiments.planner.scenario import (
     Costs,
     DrawnWorkload,
     GroupWork,
-    ReplayedWorkload,
     Scenario,
     first_fifth,
 )
@@ -65,9 +64,12 @@ class AdmitsAll(PipelineSchedule):
 
 
 class Waiting:
-    """Attempts that wait 0 to 199 ticks for their rewards."""
+    """Attempts that wait 0 to 199 ticks, times a factor, for their rewards."""
 
     prompt_tokens = 2.0
+
+    def __init__(self, factor):
+        self.factor = factor
 
     def group(self, index):
         return GroupWork(
@@ -75,9 +77,6 @@ class Waiting:
             used=(True,) * 4,
             waits_s=tuple((131 * index + 67 * i) % 200 * (i > 0) * TICK * self.factor for i in range(4)),
         )
-
-    def __init__(self, factor=1):
-        self.factor = factor
 
 
 CASES = {
@@ -97,7 +96,7 @@ CASES = {
         capacity=None,
     ),
     "some dropped": scenario(PipelineSchedule(16), workload=PartlyDropped()),
-    "rewards take time": scenario(PipelineSchedule(16), workload=Waiting()),
+    "rewards take time": scenario(PipelineSchedule(16), workload=Waiting(1)),
     "rewards take time, all that may be open waits": scenario(
         PipelineSchedule(16), workload=Waiting(40), slots=4, engines=1
     ),
@@ -189,27 +188,19 @@ def steady(schedule, *, engines, slots, batch_size, tau, lengths, steps=200, uti
     )
 
 
-@pytest.mark.parametrize("lengths", [LengthDistribution({40: 1}), paper.uniform(79)])
 @pytest.mark.parametrize("tau", [0.0, 0.02])
-def test_pipeline_is_as_fast_as_its_slower_side(lengths, tau):
+def test_pipeline_is_as_fast_as_its_slower_side(tau):
+    lengths = paper.uniform(79)
     predicted = steady(PipelineSchedule(32), engines=3, slots=64, batch_size=32, tau=tau, lengths=lengths)
     workload = paper.PaperWorkload(accelerators=4, batch_size=32, lengths=lengths, utilisation=U, tau=max(tau, 1e-9))
     expected = paper.pipeline(workload, slots=64, generating=3)
     assert predicted.trained_tokens_per_s_later == pytest.approx(expected.rate, rel=0.03)
     if expected.generation_rate < expected.training_rate:
-        assert predicted.engine_busy_fraction > 0.999
-        assert predicted.slots_used == pytest.approx(1.0)
+        assert min(predicted.engine_busy_fraction, predicted.slots_used) > 0.999
         assert predicted.trainer_busy_fraction == pytest.approx(expected.rate * tau, rel=0.03)
+        assert 0 <= predicted.lag_max - expected.max_lag <= 1, "a batch more while the last one is being made"
     else:
         assert predicted.trainer_busy_fraction > 0.97
-
-
-def test_lag_of_a_pipeline():
-    """g_max = ceil(H I L / (Lbar B)), and a batch more while the last one is being made."""
-    lengths = paper.uniform(100)
-    predicted = steady(PipelineSchedule(64), engines=4, slots=64, batch_size=64, tau=0.001, lengths=lengths)
-    workload = paper.PaperWorkload(accelerators=5, batch_size=64, lengths=lengths, utilisation=U, tau=0.001)
-    assert 0 <= predicted.lag_max - paper.pipeline(workload, slots=64, generating=4).max_lag <= 1
 
 
 @pytest.mark.parametrize("G", [1, 4])
@@ -341,11 +332,3 @@ def test_drawn_work_does_not_depend_on_the_order_nor_its_lengths_on_waits():
     assert [one.group(i).lengths for i in range(500)] == [waiting.group(i).lengths for i in range(500)]
     waits_s = sorted(wait_s for i in range(2000) for wait_s in waiting.group(i).waits_s)
     assert (waits_s[4000], waits_s[-1]) == (pytest.approx(2.0, rel=0.1), 10.0)
-
-
-def test_replayed_work():
-    recorded = {0: GroupWork((1, 2), (True, True)), 2: GroupWork((3, 4), (True, False))}
-    replayed = ReplayedWorkload(recorded, prompt_tokens=2.0)
-    assert [replayed.group(i) for i in (0, 2)] == list(recorded.values())
-    assert replayed.group(1) in recorded.values()
-    assert replayed.group(10**6) in recorded.values()
