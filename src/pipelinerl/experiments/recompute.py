@@ -1,7 +1,7 @@
 """Recomputes the distributions that sampled tokens were drawn from, with the weights that sampled each of them.
 
 A sequence is fed to the model in pieces, one for each version of the weights that sampled a part of it. As in the engine, KV
-entries of earlier pieces are kept, or all are computed again with the new weights.
+entries of earlier pieces stay, or all are computed again with the new weights.
 
     positions    0 ... prompt-1 | prompt ... prompt+3 | prompt+4 ...
     predict                  t0 | t1     ...       t4 | t5 ...           token t is predicted at position prompt + t - 1
@@ -45,8 +45,8 @@ A piece of one sequence, of up to `LONGEST_PIECE` sampled tokens, is never split
 class SavedWeights:
     """Weights of a run by version, loaded on demand. The latest are cached, up to `CACHED_BYTES` (at least two).
 
-    Version 0 is the model that the run started from; the others are its checkpoints and saved weights, and weights that `save`
-    wrote to `folder`. `kept` has the versions without the latter. `published`: checksums of the run's weights, by version.
+    Version 0 is the model that the run started from, the others are its checkpoints and copies of weights (`saved` has these
+    versions), and weights that `save` wrote to `folder`. `published`: the checksums of the run's weights, by version.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class SavedWeights:
     ) -> None:
         self._model, self._folder = model, folder
         self._published = published or {}
-        self._saved = saved_versions(run_dir)
-        self.kept = sorted({0, *self._saved})
+        self._folders = saved_versions(run_dir)
+        self.saved = sorted({0, *self._folders})
         self._aliases: dict[int, dict[str, str]] = {}
         self._loaded: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
 
@@ -72,8 +72,8 @@ class SavedWeights:
         write_safetensors(owned, self._folder / f"{version}.safetensors")
 
     def new_model(self, version: int, device: str) -> Any:
-        """A new model with weights that the run kept. Raises ModelLoadError, and CheckpointError for damaged files."""
-        path = self._saved.get(version)
+        """A new model with weights that the run saved. Raises ModelLoadError, and CheckpointError for damaged files."""
+        path = self._folders.get(version)
         if path is None:
             return load_model(self._model, device)
         load_checkpoint(path)  # verifies every file
@@ -82,7 +82,7 @@ class SavedWeights:
     def __call__(self, version: int) -> Mapping[str, Tensor]:
         """The weights of `version` on the CPU, by name. Read only.
 
-        Raises as `new_model`, and ReplayDifferenceError for kept weights that the run did not publish.
+        Raises as `new_model`, and ReplayDifferenceError for saved weights that the run did not publish.
         """
         if version not in self._loaded:
             self._loaded[version] = self._load(version)
@@ -98,8 +98,8 @@ class SavedWeights:
             return {name: owned[first] for name, first in self._aliases[version].items()}
         tensors = named_weights(self.new_model(version, "cpu"))
         if (published := self._published.get(version)) is not None and checksum(tensors) != published:
-            where = self._saved.get(version, self._model.path)
-            raise ReplayDifferenceError(f"the weights in {where} are not those that the run published as version {version}")
+            where = self._folders.get(version, self._model.path)
+            raise ReplayDifferenceError(f"the weights in {where} are not what the run published as version {version}")
         return tensors
 
 
@@ -112,20 +112,20 @@ class Sampled(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """Positions `start <= p < end` of a sequence in row `row`; the last `kept` of them predict tokens from `token` on."""
+    """Positions `start <= p < end` of a sequence in row `row`; the last `predicted` ones predict tokens from `token` on."""
 
     sequence: Sampled
     row: int
     start: int
     end: int
-    kept: int
+    predicted: int
     token: int
 
 
 def feeds_of(sequence: Sampled, kv: KV, row: int = 0) -> dict[int, list[Feed]]:
     """What is fed of a sequence, by the version of the weights that it is fed to; versions ascend.
 
-    If entries are kept, a prompt that several versions processed is processed by them. If they are recomputed, all entries
+    If entries stay, a prompt that several versions processed is processed by them. If they are recomputed, all entries
     are of the version that samples. Each feed has at most `LONGEST_PIECE` sampled tokens, which changes no result.
     """
     prompt, spans = len(sequence.prompt_ids), sequence.completion.weight_versions
@@ -138,9 +138,9 @@ def feeds_of(sequence: Sampled, kv: KV, row: int = 0) -> dict[int, list[Feed]]:
         feeds = found[span.version] = []
         start = 0 if kv == "recompute" else start
         for token in range(span.start, span.end, LONGEST_PIECE):
-            kept = min(LONGEST_PIECE, span.end - token)
-            end = prompt + token + kept - 1
-            feeds.append(Feed(sequence, row, start, end, kept, token))
+            predicted = min(LONGEST_PIECE, span.end - token)
+            end = prompt + token + predicted - 1
+            feeds.append(Feed(sequence, row, start, end, predicted, token))
             start = end
     return found
 
@@ -176,7 +176,7 @@ class Recompute:
 
     @torch.inference_mode()
     def log_probabilities(self, feeds: Sequence[Feed]) -> Tensor:
-        """Feed these positions. Returns the log-probabilities [N, V] in float64 at those that predict tokens.
+        """Feed these positions. Returns the log-probabilities [N, V] in float64 at the positions that predict tokens.
 
         In float64, because divergences can be as small as float32 rounding errors.
         """
@@ -189,14 +189,14 @@ class Recompute:
             prompt_ids, completion, _ = feed.sequence
             ids += (*prompt_ids, *completion.token_ids)[feed.start : feed.end]
             positions += range(feed.start, feed.end)
-            keep += range(len(ids) - feed.kept, len(ids))
+            keep += range(len(ids) - feed.predicted, len(ids))
         logits_NV = self._runner.forward(PackedTokens(ids, positions, keep, chunks=tuple(chunks)))
         return (logits_NV.double() / self._temperature).log_softmax(-1)
 
 
 def values_of(feeds: Sequence[Feed]) -> tuple[list[int], list[float]]:
     """The token ids and the recorded log-probs that the feeds predict, in order."""
-    parts = [(feed.sequence.completion, slice(feed.token, feed.token + feed.kept)) for feed in feeds]
+    parts = [(feed.sequence.completion, slice(feed.token, feed.token + feed.predicted)) for feed in feeds]
     ids = [token_id for completion, part in parts for token_id in completion.token_ids[part]]
     return ids, [logprob for completion, part in parts for logprob in completion.logprobs[part]]
 
@@ -204,12 +204,12 @@ def values_of(feeds: Sequence[Feed]) -> tuple[list[int], list[float]]:
 def _batches(feeds: Sequence[Feed], vocabulary: int) -> Iterator[list[Feed]]:
     """Consecutive feeds that fit into one forward, by `FED_TOKENS` and `DISTRIBUTIONS`."""
     batch: list[Feed] = []
-    fed = kept = 0
+    fed = predicted = 0
     for feed in feeds:
-        fed, kept = fed + feed.end - feed.start, kept + feed.kept
-        if batch and (fed > FED_TOKENS or kept * vocabulary > DISTRIBUTIONS):
+        fed, predicted = fed + feed.end - feed.start, predicted + feed.predicted
+        if batch and (fed > FED_TOKENS or predicted * vocabulary > DISTRIBUTIONS):
             yield batch
-            batch, fed, kept = [], feed.end - feed.start, feed.kept
+            batch, fed, predicted = [], feed.end - feed.start, feed.predicted
         batch.append(feed)
     if batch:
         yield batch

@@ -275,8 +275,8 @@ def divergences(
         gap = max(gap, float(np.abs(mu_N - engine).max()))
         parts.append(
             Tokens(
-                problem=np.repeat([feed.sequence.of for feed in feeds], [feed.kept for feed in feeds]),
-                position=np.concatenate([np.arange(feed.token, feed.token + feed.kept) for feed in feeds]),
+                problem=np.repeat([feed.sequence.of for feed in feeds], [feed.predicted for feed in feeds]),
+                position=np.concatenate([np.arange(feed.token, feed.token + feed.predicted) for feed in feeds]),
                 version=np.full(len(ids), version),
                 kl=exact_kl(mu_NV, pi_NV).cpu().numpy(),
             )
@@ -324,7 +324,7 @@ def study_kv_cache(
     run lacks data that the study needs. `on_progress` is called with lines of text.
     """
     weights = SavedWeights(run_dir, config.model)
-    versions = choose_starts(run_dir, weights.kept, starts, lag)
+    versions = choose_starts(run_dir, weights.saved, starts, lag)
     groups, usual_length = read_history(run_dir)
     length = max_tokens or usual_length
     if length < lag:

@@ -113,7 +113,7 @@ def split_values(text: str) -> list[str]:
 
 
 class SweepRunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `status` is "finished", "not run yet", "diverged: WHY" or "failed: WHY". `reward` is that of a finished run:
+    """One run. `status` is "finished", "not run yet", "diverged: WHY" or "failed: WHY". `reward`, of a finished run:
     the held-out reward after training, or the training reward if runs have no evaluation.
     """
 
@@ -124,7 +124,7 @@ class SweepRunResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting over its seeds. `minus_best`: its reward minus that of the best setting, paired by seed.
+    """One setting over its seeds. `minus_best`: its reward minus the best setting's, paired by seed.
 
     Without a run that has finished, or if a run diverged or failed, there are no means: failures never improve a result.
     """
@@ -162,7 +162,7 @@ def results(grid: Grid, runs: Mapping[str, Sequence[SweepRunResult]]) -> SweepRe
 
 
 def section(found: SweepResults) -> PageSection:
-    """The settings as a table, the best first. A cell of runs says what became of those that have not finished."""
+    """The settings as a table, the best first. A cell of runs says what became of unfinished ones."""
     seeds, keys = len(found.seeds), list(found.settings[0].setting)
     names = [key.rpartition(".")[2] for key in keys]
     names = names if len({*names}) == len(keys) else keys

@@ -1,4 +1,4 @@
-"""The study of kept KV entries: what it takes from a run, its arithmetic against slow references, and the distributions of
+"""The study of stale KV entries: what it takes from a run, its arithmetic against slow references, and the distributions of
 sampled tokens against transformers' own cache and forward.
 """
 
@@ -93,7 +93,7 @@ def bench() -> Bench:
 
 @torch.no_grad()
 def slow_distributions(models: Mapping[int, Any], sampled: Sampled, versions: Sequence[int], kv: KV) -> torch.Tensor:
-    """Log-probabilities [tokens, V], token by token: a cache that is kept, or no cache at all."""
+    """Log-probabilities [tokens, V], token by token: a cache that stays, or no cache at all."""
     prompt, completion = sampled.prompt_ids, sampled.completion.token_ids
     rows = []
     cache = DynamicCache(config=models[0].config)

@@ -93,7 +93,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one model.
 
     `problems` counts the problems with all K attempts; `estimates` are over these only (None if there are none).
-    `attempts` counts all attempts, `failed` those that gave no rollout, by reason. Failed attempts count as reward 0 and
+    `attempts` counts all attempts, `failed` the attempts without a rollout, by reason. Failed attempts count as reward 0 and
     not passed. `length_mean` (sampled tokens) and `cut` (the share that ended at the token limit) are over the attempts
     that did not fail. `metrics` are means of the environment's metrics, each over the attempts that have it. `minus_first`
     is this model minus the first one, paired by problem.

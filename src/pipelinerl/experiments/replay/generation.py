@@ -85,7 +85,7 @@ def repeat_groups(
         drawn += _drawn_again(feeds, ids, logprobs_NV, config.seed)
         logprobs = iter(logprobs_NV.gather(1, torch.tensor(ids, device=logprobs_NV.device)[:, None])[:, 0].tolist())
         for feed in feeds:
-            found[feed.sequence.of] += islice(logprobs, feed.kept)
+            found[feed.sequence.of] += islice(logprobs, feed.predicted)
     gaps = [_gap(one, found[one.of]) for one in sequences]
     return GenerationResult(
         groups=len(groups),
@@ -104,8 +104,8 @@ def _drawn_again(feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor,
     for feed in feeds:
         one: Origin = feed.sequence.of
         of_request = derive_seed(derive_seed(seed, one.group, one.attempt), one.turn)
-        keys += [request_key("", of_request)] * feed.kept
-        tokens += range(feed.token, feed.token + feed.kept)
+        keys += [request_key("", of_request)] * feed.predicted
+        tokens += range(feed.token, feed.token + feed.predicted)
     drawn_N = uniforms(torch.tensor(keys), torch.tensor(tokens))
     again_N, _ = sample(logprobs_NV, None, drawn_N.to(logprobs_NV.device))
     return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))

@@ -107,9 +107,9 @@ def replay(
             say(f"warning: {warning}")
         chosen = _groups_to_verify(run, weights, config, result.steps, number=verify, seed=seed) if verify else []
         needed = {version for group in chosen for version in versions_of(group, config.engine.kv_on_update)}
-        kept = sorted(set(weights.kept) & run.published.keys() - {0}) if result.exact else []
-        result.kept = len(kept)
-        for version in kept:
+        checked = sorted(set(weights.saved) & run.published.keys() - {0}) if result.exact else []
+        result.saved = len(checked)
+        for version in checked:
             try:
                 weights(version)
             except (CheckpointError, ModelLoadError, ReplayDifferenceError) as error:
@@ -124,7 +124,7 @@ def replay(
                 say=say,
                 change=lambda config: _changed(config, settings),
                 keep_last=out is not None,
-                needed=needed - set(weights.kept),
+                needed=needed - set(weights.saved),
             ).repeat()
         result.unrecorded -= result.compared
         if result.exact and not result.differences:
@@ -183,7 +183,7 @@ def _warnings(run: RecordedRun) -> Iterator[str]:
 def _odd_summary(run: RecordedRun, config: RunConfig) -> Iterator[str]:
     """What differs between the numbers in `summary.json` and the records that they follow from."""
     steps, found = list(run.metrics.values()), read_summary(run.run.root) or {}
-    # Without evaluations in the run, those that are there were made after it, as by `lab compare`.
+    # A run without evaluations may have records of evaluations that were made after it, as by `lab compare`.
     evaluations = read_records(run.run.evaluations, EvaluationRecord) if config.evaluation.problems else []
     again = msgspec.to_builtins(summarize(config, steps, evaluations, {}, wall_s=0.0, status=""))
     whole = found.get("optimizer_steps") == len(steps)  # another session may have ended without one
@@ -194,7 +194,7 @@ def _odd_summary(run: RecordedRun, config: RunConfig) -> Iterator[str]:
 def _groups_to_verify(
     run: RecordedRun, weights: SavedWeights, config: RunConfig, steps: int, *, number: int, seed: int
 ) -> list[Group]:
-    """A random choice of groups that were trained on, and whose weights the run kept or this replay will compute.
+    """A random choice of groups that were trained on, and whose weights the run saved or this replay will compute.
 
     Only of sessions that generated like the last one. Raises UserError if there are none.
     """
@@ -207,7 +207,7 @@ def _groups_to_verify(
     for before, after in pairwise(run.segments):
         if generation(before.config) != generation(after.config):
             since = after.record.version + 1  # a group of this version may be from before
-    available = {version for version in run.published if steps and version <= steps}.union(weights.kept)
+    available = {version for version in run.published if steps and version <= steps}.union(weights.saved)
     batches = [batch for segment in run.segments for batch in segment.batches]
     found = []
     for index in sorted({sample.group_index for batch in batches for sample in batch.samples}):
@@ -234,7 +234,7 @@ def result_text(result: ReplayResult) -> str:
     elif result.steps and not result.differences:
         parts.append(
             f"{count(result.steps, 'step')} of {result.run} repeated in {result.time_s:.0f} s: {len(result.compared)} "
-            f"published versions, and {count(result.kept, 'folder')} of kept weights, have the checksums of the run\n"
+            f"published versions, and {count(result.saved, 'folder')} of saved weights, have the checksums of the run\n"
         )
     if result.unrecorded:
         versions = ", ".join(map(str, sorted(result.unrecorded)))

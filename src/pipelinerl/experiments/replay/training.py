@@ -206,9 +206,9 @@ def recorded_samples(
 class ReplayResult(msgspec.Struct, kw_only=True):
     """The results, as written to `replay.json`. The parts of a replay fill them in.
 
-    exact          the run was repeated as it was; otherwise `settings` are those that were changed
+    exact          the run was repeated as it was; otherwise `settings` were changed
     compared       published versions whose checksum the run recorded and the replay has, too
-    kept           number of checkpoints and copies of weights that have the recorded checksum of their version
+    saved          number of checkpoints and copies of weights that have the recorded checksum of their version
     unrecorded     published versions whose checksum the run did not record: it was ending when it published them
     differences    empty if everything was repeated; the first one is the first in the run
     warnings       what is other here than where the run trained
@@ -221,7 +221,7 @@ class ReplayResult(msgspec.Struct, kw_only=True):
     steps: int
     settings: dict[str, Any] = {}
     compared: set[int] = set()
-    kept: int = 0
+    saved: int = 0
     unrecorded: set[int] = set()
     time_s: float = 0.0
     differences: list[str] = []

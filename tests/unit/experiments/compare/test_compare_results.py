@@ -133,7 +133,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(
-    ("runs", "target", "said"),
+    ("runs", "target", "finding"),
     [
         (RUNS, 0.9, "reached a held-out reward of 0.9 1.40 times sooner than the best conventional schedule, conv"),
         (RUNS, 0.9, "made samples 1.67 times faster than the best conventional schedule, conventional:4"),
@@ -147,6 +147,6 @@ MIXED = [
         ([result("conventional:4", time_s=None, status="diverged: nan")], 0.5, "conventional:4: 1 of 1 runs diverged."),
     ],
 )
-def test_findings_say_whether_it_helps(runs: list[RunResult], target: float | None, said: str) -> None:
+def test_findings_say_whether_it_helps(runs: list[RunResult], target: float | None, finding: str) -> None:
     rows = [row(runs, name) for name in dict.fromkeys(run.schedule for run in runs)]
-    assert said in " ".join(findings(rows, target))
+    assert finding in " ".join(findings(rows, target))

@@ -57,7 +57,7 @@ class PartlyDropped:
 
 
 class AdmitsAll(PipelineSchedule):
-    """The bound is kept by dropping alone."""
+    """Only dropping enforces the bound."""
 
     def may_start(self, state, rollouts):
         return Verdict(True)
