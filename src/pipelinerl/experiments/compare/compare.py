@@ -55,8 +55,6 @@ EVALUATIONS = 16
 """Default number of versions of each run that answer the held-out problems, besides the initial weights."""
 MARGIN = 0.02
 """A setting must be faster by this share to replace one closer to the run file, because rates of short runs vary."""
-
-
 WORTH_A_PROCESS = 100
 """Attempts that take as long as a process takes to load the model."""
 
