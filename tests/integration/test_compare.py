@@ -64,10 +64,3 @@ def test_the_example_of_equal_lengths_has_equal_lengths(tmp_path: Path) -> None:
     train(load_config(example, flags(tmp_path / "run", **settings)))
     lengths = {sample.tokens for record in trained(tmp_path / "run") for sample in record.samples}
     assert lengths == {9}
-
-
-def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err
-    assert main(["report"]) == 2
-    assert main(["report", str(tmp_path), "--seed", "1"]) == 2
