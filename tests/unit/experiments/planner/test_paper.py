@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.cli import main
-from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
+from pipelinerl.experiments.planner.calibration import LengthDistribution
 from pipelinerl.experiments.planner.paper import (
     SEQUENCE_FLASHES,
     STEP_FLASHES,
