@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,6 @@ tokens/flash at 134 sequences per accelerator (G = 134): a decode step takes 451
 sequence. Fitted to these two figures; not measured, and not read off a plot."""
 CEILING = 3 / TAU
 """Highest U: decoding that arithmetic limits is assumed as efficient as the paper's training (3 forwards in tau)."""
-_MOST_SLOTS = 1024
 _SAME = 1 - 1e-9
 """Rates whose ratio is closer to 1 are equal."""
 
@@ -119,30 +119,28 @@ class Comparison(NamedTuple):
         return self.pipeline.rate / self.conventional.rate if self.pipeline else None
 
 
-def best_pipeline(workload: PaperWorkload, max_lag: int, most_slots: int = _MOST_SLOTS) -> Rates | None:
+def best_pipeline(workload: PaperWorkload, max_lag: int, most_slots: int = 1024) -> Rates | None:
     """The fastest of all H and I with a lag of at most `max_lag`. Ties go to the lowest lag, then to the lowest H."""
     slots, generating = np.arange(1, most_slots + 1), np.arange(1, workload.accelerators)
     generation = (slots / workload.utilisation.step_time(slots))[:, None] * generating
     lags = pipeline_max_lag(workload, slots[:, None] * generating)
-    rates = np.minimum(generation, (workload.accelerators - generating) / workload.tau)
-    rates = np.where(lags <= max_lag, rates, 0.0)
-    if not rates.size or rates.max() <= 0:
+    rates = np.where(lags <= max_lag, np.minimum(generation, (workload.accelerators - generating) / workload.tau), 0.0)
+    if not rates.any():
         return None
     rows, columns = np.nonzero(rates >= rates.max() * _SAME)
     first = np.lexsort((columns, rows, lags[rows, columns]))[0]
     return pipeline(workload, int(slots[rows[first]]), int(generating[columns[first]]))
 
 
-def compare(workload: PaperWorkload, max_lags: Sequence[int], most_slots: int = _MOST_SLOTS) -> list[Comparison]:
+def compare(workload: PaperWorkload, max_lags: Sequence[int]) -> list[Comparison]:
     """Throughput against g_max (the paper's Figure 9): the best of both methods at each of these lags (>= 0), ascending."""
-    best, tried, found = conventional(workload, 1), 1, []
-    for max_lag in sorted(max_lags):
-        for steps in range(tried + 1, max_lag + 2):
+    best, found = conventional(workload, 1), []
+    for before, max_lag in pairwise((0, *sorted(max_lags))):
+        for steps in range(before + 2, max_lag + 2):
             candidate = conventional(workload, steps)
             if candidate.rate * _SAME > best.rate:
                 best = candidate
-        tried = max(tried, max_lag + 1)
-        found.append(Comparison(max_lag, best_pipeline(workload, max_lag, most_slots), best))
+        found.append(Comparison(max_lag, best_pipeline(workload, max_lag), best))
     return found
 
 
