@@ -50,6 +50,9 @@ class Run:
         if not self._files.config.is_file():
             raise RunDirectoryError(f"{path} is not a run directory (it has no config.yaml)")
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
     @property
     def config(self) -> RunConfig:
         return load_config(self._files.config)

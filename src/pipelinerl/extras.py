@@ -21,8 +21,8 @@ def require(extra: str, what: str, hint: str = "") -> None:
 
     The message has the command that installs what is needed, and then `hint`.
     """
-    if missing := {one: why for one in requirements(extra) if (why := problem(one))}:
-        raise MissingDependencyError(f"{what}: {', '.join(missing.values())}: {install_command(list(missing))}{hint}")
+    if found := lacking(extra):
+        raise MissingDependencyError(f"{what}: {', '.join(found.values())}: {install_command(list(found))}{hint}")
 
 
 def requirements(extra: str = "") -> list[Requirement]:
@@ -47,14 +47,15 @@ def names() -> list[str]:
     return [name for name in known if name not in _OTHER]
 
 
-def problem(requirement: Requirement) -> str | None:
-    """Why a requirement is not met, in words; None if it is."""
-    found = version(requirement.name)
-    if found is None:
-        return f"{requirement.name} is not installed"
-    if requirement.specifier.contains(found, prereleases=True):
-        return None
-    return f"{requirement.name} {found} is installed, and this needs {requirement.specifier}"
+def lacking(extra: str = "") -> dict[Requirement, str]:
+    """The requirements of an extra, or else of this package, that are not met, and why in words."""
+    found = {}
+    for one in requirements(extra):
+        if (here := version(one.name)) is None:
+            found[one] = f"{one.name} is not installed"
+        elif not one.specifier.contains(here, prereleases=True):
+            found[one] = f"{one.name} {here} is installed, and this needs {one.specifier}"
+    return found
 
 
 def version(package: str) -> str | None:

@@ -11,8 +11,8 @@ import torch
 from pipelinerl import extras
 from pipelinerl.errors import UserError
 
-if lacking := list(filter(None, map(extras.problem, extras.requirements("gguf")))):
-    pytest.skip(f"extra `gguf`: {', '.join(lacking)}", allow_module_level=True)
+if lacking := extras.lacking("gguf"):
+    pytest.skip(f"extra `gguf`: {', '.join(lacking.values())}", allow_module_level=True)
 
 import gguf
 from scripts.convert_gguf import convert_gguf

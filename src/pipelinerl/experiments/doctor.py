@@ -120,14 +120,14 @@ def _gpu_checks() -> Iterator[Finding]:
 def packages() -> Iterator[Finding]:
     """This package, what it needs, and its extras: one finding for each that is wrong, one for all that are missing."""
     yield Finding("ok", "pipelinerl", f"{extras.version('pipelinerl')}, {Path(__file__).parents[1]}")
-    wrong = {one: why for one in extras.requirements() if (why := extras.problem(one))}
+    wrong = extras.lacking()
     yield from (Finding(WRONG, one.name, why, extras.install_command([one])) for one, why in wrong.items())
     if not wrong:
         main = ", ".join(f"{name} {extras.version(name)}" for name in ("torch", "transformers", "numpy"))
         yield Finding("ok", "packages", main)
     found: dict[str, list[str]] = {"ok": [], "note": []}
     for extra in extras.names():
-        lacking = {one: why for one in extras.requirements(extra) if (why := extras.problem(one))}
+        lacking = extras.lacking(extra)
         if old := [one for one in lacking if extras.version(one.name)]:
             why = ", ".join(lacking[one] for one in old)
             yield Finding(WRONG, f"extra {extra}", why, f"if you need it: {extras.install_command(old)}")
