@@ -64,6 +64,7 @@ def recorded(index: int, problem: str, rewards: list[float]) -> bytes:
 
 def test_only_groups_that_a_resume_keeps_are_read_and_of_two_with_the_same_index_the_later_one(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
+    made().read(path, GroupLedger(), 0)  # there are none yet
     before = [recorded(0, "p", SOLVED), recorded(1, "q", SOLVED), recorded(2, "r", SOLVED), recorded(1, "q", MIXED)]
     now = [recorded(2, "r", FAILED), recorded(3, "p", SOLVED)]
     path.write_bytes(b"".join([*before, *now]) + b'{"index":4,')
@@ -72,11 +73,6 @@ def test_only_groups_that_a_resume_keeps_are_read_and_of_two_with_the_same_index
     p, q, r = ({skips.decide(index, problem) for index in range(20)} - {None} for problem in "pqr")
     assert [(skip.equal_groups, skip.last_group) for skip in (*p, *q, *r)] == [(2, 3), (1, 2)]
     assert [skip.reward_mean for skip in (*p, *r)] == [1.0, 0.0]
-
-
-def test_damaged_records_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    made().read(path, GroupLedger(), 0)
     path.write_bytes(recorded(0, "p", SOLVED) + b"{}\n")
     with pytest.raises(RunDirectoryError, match=r"damaged records: .*rollouts\.jsonl, line 2: "):
         made().read(path, GroupLedger(), 0)

@@ -65,24 +65,21 @@ def test_held_out_problems_do_not_depend_on_the_seed_and_are_never_trained_on(ma
     assert set(map(content, held_out)).isdisjoint(content(one.problem(index)) for index in range(1000))
 
 
-def test_a_limit_of_the_task_below_the_one_that_was_asked_for_is_named(
+def test_a_limit_of_the_task_below_the_one_that_was_asked_for_and_the_length_of_an_epoch_are_named(
     made: tuple[list[Environment], int], request: pytest.FixtureRequest
 ) -> None:
-    kind = request.node.callspec.params["made"]
-    environment = EnvironmentConfig(kind=kind.partition(" ")[0])
+    kind, environment = request.node.callspec.params["made"], made[0][0]
+    trainer = TrainerConfig(batch_size=64, steps=7)
     for asked in (900, 10, ActorConfig().max_tokens):
-        notes = notes_of(made[0][0], RunConfig(environment=environment, actor=ActorConfig(max_tokens=asked)))
+        actor = ActorConfig(max_tokens=asked, group_size=8)
+        config = RunConfig(environment=EnvironmentConfig(kind=kind.partition(" ")[0]), actor=actor, trainer=trainer)
+        notes = notes_of(environment, config)
         limited = kind in ("gcd", "mixture") and asked == 900
         message = ["actor.max_tokens is 900, but gcd limits a turn to 240 tokens"] * limited
         assert [note for note in notes if "max_tokens" in note] == message
-
-
-def test_how_many_steps_an_epoch_is(made: tuple[list[Environment], int], request: pytest.FixtureRequest) -> None:
-    config = RunConfig(actor=ActorConfig(group_size=8), trainer=TrainerConfig(batch_size=64, steps=7))
-    note = "".join(note for note in notes_of(made[0][0], config) if note.startswith("data: "))
-    if request.node.callspec.params["made"] in ("math", "function"):
+    note = "".join(note for note in notes if note.startswith("data: "))
+    assert bool(note) == (kind in ("math", "function")), "the problems of the others have no end"
+    if note:
         count = int(note.split()[1])
-        assert len({made[0][0].problem(index).id for index in range(2 * count)}) == count
+        assert len({environment.problem(index).id for index in range(2 * count)}) == count
         assert note.endswith(f"an epoch is {count / 8:.4g} steps (trainer.steps: 7)")
-    else:
-        assert not note, "its problems have no end"

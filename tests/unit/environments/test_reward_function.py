@@ -171,9 +171,7 @@ GOOD = {"question": "1?", "answer": "1"}
 USER, SYSTEM, ANSWER = ({"role": role, "content": "text"} for role in ("user", "system", "assistant"))
 CHAT = ChatTokenizer()
 MISTAKES = {
-    "no file": ({"data": "no/such.jsonl"}, "can't read no/such.jsonl"),
     "empty": ({"lines": ["", ""]}, "data.jsonl has no problems: it is empty"),
-    "malformed": ({"lines": [GOOD, '{"question": "2?", ']}, "data.jsonl:2 is not JSON"),
     "no object": ({"lines": [GOOD, "[1]"]}, "data.jsonl:2 is not a JSON object, but a list: write one object a line"),
     "no field": ({"lines": [GOOD, {"q": "2?"}]}, "data.jsonl:2 has no field `question` for the prompt (it has: q)"),
     "empty prompt": ({"lines": [{"question": ""}]}, "data.jsonl:1 has an empty text as its `question`"),
@@ -189,12 +187,10 @@ MISTAKES = {
         {"isolate": True, "memory_mb": 64, "rewards": "async def reward(text, example): return 0.0"},
         "memory_mb has no effect: no function is called in a process",
     ),
-    "share": ({"held_out": 1.0}, "environment.args.held_out: 1.0 is not allowed here; this takes a number >= 0 and < 1"),
     "reward missing": ({"rewards": "x = 1"}, "has no function 'reward'"),
     "reward not callable": ({"rewards": "reward = 1.0"}, "is a float, not a function"),
     "reward is no name": ({"reward": "rewards.py"}, "does not name a function; write"),
     "two of one name": ({"reward": {"a.py:right": 1.0, "./b.py:right": 1.0}}, "two functions have the same name"),
-    "argument": ({"dats": "x"}, "environment.args.dats: unknown; did you mean `data`?"),
     "answer in the prompt": (
         {"tokenizer": CHAT, "lines": [{"question": [USER]}, {"question": [USER, {**ANSWER, "role": "model"}]}]},
         "data.jsonl:2 has chat messages that end with the model's (the answer is in the prompt",
