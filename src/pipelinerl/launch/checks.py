@@ -160,11 +160,12 @@ def dry_run(config: RunConfig) -> list[str]:
     config, chosen = settled(config)
     memory, placement = check_without_running(config), []
     if config.launch.kind == "ray":
-        from pipelinerl.launch.hosts.ray import connected, placement_of  # noqa: PLC0415 - an extra
-        from pipelinerl.resources.placement import placement_lines  # noqa: PLC0415 - few runs need it
+        from pipelinerl.launch.hosts.ray import connected  # noqa: PLC0415 - an extra
+        from pipelinerl.resources.placement import place, placement_lines, roles_of  # noqa: PLC0415 - few runs need it
 
         with connected(config.launch) as cluster:
-            placement = placement_lines(placement_of(config, cluster), cluster.machines)
+            places = place(roles_of(config), cluster.machines, config.launch.place)
+            placement = placement_lines(places, cluster.machines)
     elif config.launch.kind == "processes" and on_gpus(config):
         from pipelinerl.resources.placement import place_here, placement_lines  # noqa: PLC0415 - few runs need it
 

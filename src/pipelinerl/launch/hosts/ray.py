@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from pipelinerl._version import __version__
-from pipelinerl.config.schema import LaunchConfig, RunConfig
+from pipelinerl.config.schema import LaunchConfig
 from pipelinerl.errors import PipelineRLError, RankLostError, RunDirectoryError, StageDiedError, UserError, first_line
 from pipelinerl.extras import require
 from pipelinerl.launch.hosts.host import Host, Worker, named, worker_kind
 from pipelinerl.launch.hosts.worker import WorkerActor
 from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
-from pipelinerl.resources.placement import Node, Placement, place, placement_lines, roles_of, shares_on
+from pipelinerl.resources.placement import Node, place, placement_lines, roles_of, shares_on
 from pipelinerl.resources.roles import TRAINING, process_environment, rank_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S
 
@@ -93,11 +93,6 @@ def wait_until_unused(root: Path) -> None:
         time.sleep(0.5)
 
 
-def placement_of(config: RunConfig, cluster: Cluster) -> list[Placement]:
-    """Where the run's processes go. Raises UserError if that is impossible."""
-    return place(roles_of(config), cluster.machines, config.launch.place)
-
-
 class RayWorker(Worker):
     """A process that is an actor of Ray, on the machine `node`. `died`: Ray does not say whether its machine is lost."""
 
@@ -159,7 +154,7 @@ class RayHost(Host):
     """The machines of a cluster. Each process of the run is an actor on its machine."""
 
     def __init__(self, session: Session, cluster: Cluster) -> None:
-        places = placement_of(session.config, cluster)
+        places = place(roles_of(session.config), cluster.machines, session.config.launch.place)
         super().__init__(session)
         self._places = {one.role: one for one in places}
         self._cluster, self.placement = cluster, placement_lines(places, cluster.machines)

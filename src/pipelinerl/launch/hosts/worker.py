@@ -71,7 +71,11 @@ class WorkerActor:
             return 0, f"it does not have {root}: put run_dir on a file system that all machines share"
         if Path(folder).is_dir():
             os.chdir(folder)
-        self._pipe = end_with_group()
+        if os.getpgrp() != os.getpid():
+            os.setsid()
+        self._pipe, _stays_open = os.pipe()  # when this process has ended, a small one kills all of its group
+        command = ["/bin/sh", "-c", f"read -r _; kill -9 -{os.getpid()}"]
+        subprocess.Popen(command, stdin=self._pipe, start_new_session=True)  # noqa: S603 - our own command
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # in place of Ray's
         log = os.open(self._run.log(role), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         for number in (1, 2):
@@ -83,19 +87,6 @@ class WorkerActor:
         """Run the stages to their end. Returns a `WorkerReport`. `elapsed_s`: the time of the records, now."""
         spec = msgspec.structs.replace(self._spec, records_from_s=time.monotonic() - elapsed_s)
         return msgspec.json.encode(run_role(self._run, self._role, spec, self._pipe))
-
-
-def end_with_group() -> int:
-    """Lead a process group, and have a small process kill all of it when this process has ended, however it ends.
-
-    Returns the end of a pipe that is open until then.
-    """
-    if os.getpgrp() != os.getpid():
-        os.setsid()
-    pipe, _stays_open = os.pipe()
-    command = ["/bin/sh", "-c", f"read -r _; kill -9 -{os.getpid()}"]
-    subprocess.Popen(command, stdin=pipe, start_new_session=True)  # noqa: S603 - our own command
-    return pipe
 
 
 def run_role(run: RunDirectory, role: str, here: WorkerSpec, parent_pipe: int) -> WorkerReport:
