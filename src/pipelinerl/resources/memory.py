@@ -79,9 +79,9 @@ def predict(config: RunConfig, shape: ModelShape) -> list[Use]:
     if config.launch.kind == "embedded":
         processes["embedded"] = [*_engine(config, shape), *_trainer(config, shape, 0), Use("weights handed over", size)]
     else:
-        local = [*_engine(config, shape), received] if engine.kind == "local" else []
-        processes |= dict.fromkeys(generation_roles(config), local)
-        processes |= {role: [*_server(config, shape), received] for role in server_roles(config)}
+        computing = [*_engine(config, shape), received]
+        processes |= dict.fromkeys(generation_roles(config), computing if engine.kind == "local" else [])
+        processes |= dict.fromkeys(server_roles(config), computing)
         if config.launch.preprocessor == "process":
             processes[PREPROCESSING] = [Use(REFERENCE, size * (trainer.kl_coefficient > 0), trainer.rank_device(0))]
         for rank, role in enumerate([TRAINING, *rank_roles(config)]):
@@ -118,28 +118,26 @@ def bytes_by(field: Literal["name", "device", "role"], uses: Sequence[Use]) -> C
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> list[Use]:
+    """An engine, or a server with one. Of vLLM on a GPU, only the sum of weights and of the rest on each GPU are known."""
     engine, item, device = config.engine, _item_bytes(config), _numbered(config.engine.device)
     length = shape.slot_length(engine.max_length)
     width = 3 * shape.feed_forward + 4 * shape.hidden + 4 * shape.query_width
     activations = min(engine.prefill_tokens, engine.slots * length) * width * item + 4 * engine.slots * shape.vocabulary * 4
     packed = item * sum(map(prod, shape.linears.values())) if engine.device == "cpu" and item == 4 else 0
-    return [
+    uses = [
         Use("weights", item * shape.parameters, device),
         Use("KV cache", engine.slots * (shape.kv_width * length * item + shape.state * 4), device),  # states are in float32
         Use("activations", activations, device, varies=True),
         Use("packed weights", packed, varies=True),  # in the layout of the kernels, if the forward can be exported
         Use("head in float32", _head_bytes(config, shape), device),
     ]
-
-
-def _server(config: RunConfig, shape: ModelShape) -> list[Use]:
-    uses, device = _engine(config, shape), _numbered(config.engine.device)
-    if config.engine.kind != "vllm" or device == HOST:
-        staged = uses[0].size * (config.weights.kind == "shared")  # an update as it arrives
-        return [*uses, Use("staged weights", staged, device)]
-    workers, first = config.engine.vllm_workers, int(device.partition(":")[2])
-    sizes = [(uses[0].size // workers, False), (sum(use.size for use in uses[1:]) // workers, True)]
-    return [Use(VLLM, size, f"cuda:{first + number}", varies) for number in range(workers) for size, varies in sizes]
+    if engine.kind == "vllm" and device != HOST:
+        workers, first = engine.vllm_workers, int(device.partition(":")[2])
+        sizes = [(uses[0].size // workers, False), (sum(use.size for use in uses[1:]) // workers, True)]
+        return [Use(VLLM, size, f"cuda:{first + number}", varies) for number in range(workers) for size, varies in sizes]
+    if engine.kind != "local" and config.weights.kind == "shared":
+        uses.append(Use("staged weights", uses[0].size, device))  # an update as it arrives
+    return uses
 
 
 def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
