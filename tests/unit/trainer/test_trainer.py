@@ -89,7 +89,8 @@ class Engine:
             )
             turn = Turn(prompt_ids=PROMPT, completion=completion)
             reward = float(sum(tokens) % 3 == attempt % 2)
-            rollouts.append(Rollout(turns=(turn,), reward=reward, id=f"{index}/{attempt}", attempt=attempt))
+            own = {"id": f"{index}/{attempt}", "attempt": attempt, "metrics": {"words": 1.0}}
+            rollouts.append(Rollout(turns=(turn,), reward=reward, **own))
         problem = Problem(id=str(index), payload={})
         return Group(index=index, problem=problem, rollouts=tuple(rollouts), started=K)
 
@@ -211,6 +212,7 @@ def test_a_run_takes_its_steps_and_publishes_each(tmp_path: Path) -> None:
     assert setup.progress.goal_reached
     assert (setup.progress.trained, setup.progress.queued, setup.progress.published_version) == (24, 0, 6)
     assert setup.progress.latest["version"] == 6
+    assert not any("metric" in name for name in setup.progress.latest), "their number has no bound"
     assert not setup.trainer.pump(), "nothing more to do"
 
 
