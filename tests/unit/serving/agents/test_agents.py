@@ -99,8 +99,7 @@ def test_another_sampling_is_ignored_and_counted_if_the_run_file_says_so(tmp_pat
             create(model="any", messages=[user("?")], n=2)
         return 1.0
 
-    client = SamplingClient.saying(TOKENIZER, "one", "two")
-    rollout = asyncio.run(agent_of(solve, tmp_path, sampling="ignore").rollout(PROBLEM, client))
+    rollout = play(solve, tmp_path, "one", "two", sampling="ignore")
     assert rollout.metrics["sampling_ignored"] == 1.0
     assert rollout.metrics["turns"] == 2
 
@@ -159,17 +158,8 @@ def outcomes(
     async def run() -> list[Rollout | Failure]:
         client = EngineClient(engine)
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,))
-        tasks = [
-            asyncio.create_task(
-                attempt(
-                    environment,
-                    PROBLEM,
-                    RolloutClient(client, CharTokenizer(), sampling, name=f"r{number}", seed=number),
-                    timeout_s,
-                )
-            )
-            for number in range(attempts)
-        ]
+        views = [RolloutClient(client, CharTokenizer(), sampling, name=f"r{i}", seed=i) for i in range(attempts)]
+        tasks = [asyncio.create_task(attempt(environment, PROBLEM, view, timeout_s)) for view in views]
         while not all(task.done() for task in tasks):
             if not await client.advance():
                 await asyncio.sleep(0.001)
@@ -188,11 +178,6 @@ def outcomes(
     [
         (None, "bad_rollout", "the result of the agent is None, not a number"),
         ({"reward": "1"}, "bad_rollout", "the agent['reward'] is a str"),
-        (
-            (1.0,),
-            "bad_rollout",
-            "the result of the agent is a tuple, not a number, a dict of 'reward' and other ",
-        ),
         (KeyError("what"), "raised", "KeyError: 'what'"),
         (SystemExit(3), "raised", "it raised SystemExit"),
         (StopIteration(), "raised", "it raised StopIteration"),
@@ -215,38 +200,29 @@ def test_mistakes_of_an_agent_cost_its_rollout(tmp_path: Path, returned: Any, re
 
 
 def test_an_agent_that_never_returns_costs_its_rollout_alone(tmp_path: Path) -> None:
-    release = threading.Event()
-    late: list[BaseException] = []
-    ended = threading.Event()
+    release, ended = threading.Event(), threading.Event()
 
     def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
-        at(base_url).completions.create(model="any", prompt="?")
         release.wait()
-        try:
-            at(base_url).completions.create(model="any", prompt="??")
-        except openai.NotFoundError as error:
-            late.append(error)
+        with pytest.raises(openai.NotFoundError):
+            at(base_url).completions.create(model="any", prompt="late")
         ended.set()
         return 1.0
 
-    (failure,), engine = outcomes(solve, tmp_path, timeout_s=1.5)
+    (failure,), engine = outcomes(solve, tmp_path, timeout_s=0.3)
     assert isinstance(failure, Failure)
     assert failure.reason == "timeout"
     release.set()
     assert ended.wait(10)
-    assert len(late) == 1
-    assert len(engine.requests) == 1
+    assert engine.requests == []
 
 
 def test_a_call_in_the_midst_of_which_the_rollout_ends_is_cancelled(tmp_path: Path) -> None:
-    statuses: list[int] = []
-    ended = threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def ask_for_ever(base_url: str) -> None:
-        try:
+        with pytest.raises(openai.NotFoundError):
             at(base_url).completions.create(model="any", prompt="long")
-        except openai.APIStatusError as error:
-            statuses.append(error.status_code)
         ended.set()
 
     def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -254,8 +230,6 @@ def test_a_call_in_the_midst_of_which_the_rollout_ends_is_cancelled(tmp_path: Pa
         threading.Thread(target=ask_for_ever, args=(base_url,), daemon=True).start()
         started.wait()
         return 1.0
-
-    started = threading.Event()
 
     def script(request: GenerationRequest) -> Sequence[int]:
         if len(request.prompt_ids) == 1:
@@ -267,7 +241,6 @@ def test_a_call_in_the_midst_of_which_the_rollout_ends_is_cancelled(tmp_path: Pa
     assert isinstance(made, Rollout)
     assert len(made.turns) == 1
     assert ended.wait(10)
-    assert statuses == [404]
     assert engine.cancelled == ["r0.t1"]
     assert engine.in_progress == engine.queued == 0
 
@@ -295,8 +268,7 @@ def test_attempts_of_an_async_agent_share_a_client(tmp_path: Path) -> None:
     async def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
         loops.add(id(asyncio.get_running_loop()))
         client = shared.with_options(base_url=base_url)
-        asks = (client.completions.create(model="any", prompt="?") for _ in range(3))
-        await asyncio.gather(*asks)
+        await asyncio.gather(*(client.completions.create(model="any", prompt="?") for _ in range(3)))
         return float((await client.completions.create(model="any", prompt="last")).choices[0].text)
 
     made, engine = outcomes(solve, tmp_path, attempts=6, threads=2)
@@ -381,21 +353,3 @@ def test_mistakes_in_the_run_file_are_one_line(args: dict[str, Any], what: str) 
     with pytest.raises(EnvironmentSetupError, match=f"(?i){what}") as error:
         make_environment("agent", args, TOKENIZER, 0)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_a_run_trains_the_example_agent_on_exactly_what_it_sampled(tmp_path: Path) -> None:
-    from tests.integration import runs
-
-    example = Path(__file__).parents[4] / "examples" / "agent.py"
-    args = json.dumps({"run": f"{example}:solve", "problems": {"kind": "gcd"}})
-    summary = runs.run(
-        tmp_path / "run", environment__kind="agent", environment__args=args, trainer__steps=2, actor__max_tokens=60
-    )
-    assert summary["rollouts_trained"] == 32
-    runs.assert_conserved(summary)
-    runs.assert_trained_once(tmp_path / "run")
-    runs.assert_provenance(tmp_path / "run")
-    made = list(runs.rollouts_by_id(tmp_path / "run").values())
-    assert all(rollout.metrics["attempts"] == len(rollout.turns) for rollout in made)
-    assert {len(rollout.turns) for rollout in made} == {1, 2}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from pipelinerl.serving.vllm.messages import REFUSED
 from pipelinerl.serving.vllm.plugin import TransferBackend, refresh_heads
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from tests.unit.serving.vllm.test_vllm_start import until
 from tests.unit.weights.relay import Relay
 
 
@@ -80,31 +80,15 @@ def test_what_is_not_the_announced_weights_is_refused_before_the_model_is_touche
     path = tmp_path / "v2.safetensors"
     info = write(path, good())
     assert "arrived damaged: checksum" in refusal(transfer, info | {"checksum": "0" * 32})
-    assert "Expected `int`" in refusal(transfer, info | {"version": "2"})
     missing = {name: tensor for name, tensor in good().items() if name != "b.weight"}
     assert "1 weights are missing" in refusal(transfer, write(path, missing))
-    assert "1 have another shape, among them b.weight" in refusal(
-        transfer, write(path, good() | {"b.weight": torch.ones(5)})
-    )
+    longer = good() | {"b.weight": torch.ones(5)}
+    assert "1 have another shape, among them b.weight" in refusal(transfer, write(path, longer))
     broken = good() | {"b.weight": good()["b.weight"] * float("inf")}
     assert "1 weights are not finite, among them b.weight" in refusal(transfer, write(path, broken))
 
-    path.write_bytes(path.read_bytes()[:-4])
-    assert "can't be read" in refusal(transfer, info)
-    path.unlink()
-    assert "can't find" in refusal(transfer, info)
-
 
 # ---------------------------------------------------------------------------------------------- by the trainer's broadcast
-
-
-@pytest.fixture
-def joined(transfer: Backend) -> Iterator[tuple[Backend, CollectiveWeightSender]]:
-    """A backend in the group of a trainer."""
-    with closing(CollectiveWeightSender("127.0.0.1", "secret", 1, Relay().trainer)) as sender:
-        transfer.init_transfer_engine(transfer.parse_init_info(join(sender)))
-        yield transfer, sender
-        transfer.shutdown()
 
 
 def join(sender: CollectiveWeightSender, **changes: Any) -> dict[str, Any]:
@@ -112,30 +96,16 @@ def join(sender: CollectiveWeightSender, **changes: Any) -> dict[str, Any]:
     return msgspec.to_builtins(group) | changes
 
 
-def arrived(transfer: Backend, version: int) -> None:
-    group = transfer._incoming._group
-    assert group is not None
-    deadline_s = time.monotonic() + 10.0
-    while (update := group.newest()) is None or update.version != version:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
-def test_what_was_broadcast_is_loaded_whole(joined: tuple[Backend, CollectiveWeightSender]) -> None:
-    transfer, sender = joined
-    digest = sender.send(2, good())
-    arrived(transfer, 2)
-    transfer.start_weight_update()
-    transfer.update_weights({"version": 2, "checksum": digest})
-    assert_taken(transfer)
-
-
-def test_what_was_broadcast_in_a_session_is_not_loaded_in_the_next(joined: tuple[Backend, CollectiveWeightSender]) -> None:
-    transfer, sender = joined
-    digest = sender.send(2, good())
-    arrived(transfer, 2)
-    info = {"version": 2, "checksum": digest, "run": "cafe", "epoch": 2}
-    assert "no broadcast was joined" in refusal(transfer, info)
+def test_what_was_broadcast_is_loaded_whole(transfer: Backend) -> None:
+    with closing(CollectiveWeightSender("127.0.0.1", "secret", 1, Relay().trainer)) as sender:
+        transfer.init_transfer_engine(transfer.parse_init_info(join(sender)))
+        digest = sender.send(2, good())
+        group: Any = transfer._incoming._group
+        assert until(lambda: group.newest() is not None, 10.0)
+        transfer.start_weight_update()
+        transfer.update_weights({"version": 2, "checksum": digest})
+        assert_taken(transfer)
+        transfer.shutdown()
 
 
 def test_a_broadcast_that_can_not_be_joined_is_refused(transfer: Backend) -> None:
