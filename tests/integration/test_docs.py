@@ -90,6 +90,16 @@ def part_pages(part: Any) -> Iterator[str]:
             yield from part_pages(inner)
 
 
+def test_the_reading_path_is_short_and_its_sizes_are_right() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| \[`.*?`\]\((.*?)\).*? \| (?:(\d+) of )?(\d+) \|", readme, re.MULTILINE)
+    assert 0 < len(rows) <= 12
+    assert sum(int(part or whole) for _, part, whole in rows) <= 2000
+    for path, _, whole in rows:
+        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        assert abs(lines - int(whole)) <= 20, f"README.md says {whole} lines, {path} has {lines}"
+
+
 def test_the_pages_of_the_site_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("scripts.docs.PAGES", tmp_path)
     main()
@@ -216,12 +226,6 @@ def test_snippets_are_python(name: str) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pipelinerl"):
                 module = importlib.import_module(node.module or "")
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_command_is_hidden_in_plain_text(name: str) -> None:
-    for block in code_of(name, "text"):
-        assert not re.search(r"^(pipelinerl|make|pip) ", block.code, re.MULTILINE), block.code
 
 
 # ---- they run

@@ -3,58 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import pipelinerl
 from pipelinerl.config.load import load_config
-from tests.chaos.plan import KINDS, LAYOUTS, LONG_S, SHORT_S, SMALL, Kind, places, plan_faults
+from tests.chaos.plan import KINDS, LAYOUTS, SMALL, places, plan_faults
 
 LINKS = ("redis", "server-0")
 CONFIGS = {layout: load_config(None, [*SMALL, *flags]) for layout, flags in LAYOUTS.items()}
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    count=st.integers(0, 12),
-    layout=st.sampled_from(list(LAYOUTS)),
-    kinds=st.lists(st.sampled_from(KINDS), unique=True),
-)
-def test_faults_are_repeatable_and_possible(seed: int, count: int, layout: str, kinds: list[Kind]) -> None:
-    config = CONFIGS[layout]
-    there = places(config, LINKS)
-    possible = set(kinds) & there.keys()
-    faults = plan_faults(seed, config, count, kinds, LINKS)
-    assert faults == plan_faults(seed, config, count, list(reversed(kinds)), LINKS)
-    assert len(faults) == (count if possible else 0)
-    longest_s = LONG_S[1] * config.launch.watchdog_s
-    for fault in faults:
-        assert fault.kind in possible
-        assert fault.place in there[fault.kind]
-        assert fault.after_s >= 0
-        if fault.kind in ("kill", "weights"):
-            assert fault.lasts_s == 0
-        else:
-            assert SHORT_S[0] <= fault.lasts_s <= (longest_s if fault.kind == "stop" else SHORT_S[1])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_place_is_hurt_by_every_fault_that_fits(layout: str) -> None:
     config = CONFIGS[layout]
-    found = Counter((fault.kind, fault.place) for seed in range(100) for fault in plan_faults(seed, config, 20, links=LINKS))
-    assert found.keys() == {(kind, place) for kind, there in places(config, LINKS).items() for place in there}
+    possible = {(kind, place) for kind, there in places(config, LINKS).items() for place in there}
+    plans = [plan_faults(seed, config, 20, links=LINKS) for seed in range(100)]
+    assert {(fault.kind, fault.place) for plan in plans for fault in plan} == possible
+    assert plans[7] == plan_faults(7, config, 20, list(reversed(KINDS)), LINKS), "a function of the seed"
 
 
-LABELS = (
-    "experiments/",
-    "report/trackers.py",
-    "serving/server/service.py",
-    "serving/server/chat.py",
-)
+LABELS = ("experiments/", "report/trackers.py", "serving/server/service.py", "serving/server/chat.py")
 """Where the wall clock is read: dates in reports, exports and trackers, and `created` in answers of OpenAI's API."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,28 +42,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     model = tiny_llama(**sizes, **heads, tie_word_embeddings=True, rms_norm_eps=1e-5)
     writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
-    writer.add_token_merges(["Ċ Ċ"])
-    writer.add_bos_token_id(START)
-    writer.add_eos_token_id(TEXT_END)
-    writer.add_eot_token_id(END)
-    writer.add_pad_token_id(TEXT_END)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
+    written: dict[str, Any] = {
+        **{"name": "tiny", "context_length": 128, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48},
+        **{"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0},
+        **{"rope_dimension_count": 8, "vocab_size": len(TOKENS), "tokenizer_model": "gpt2", "tokenizer_pre": "smollm"},
+        **{"token_list": TOKENS, "token_merges": ["Ċ Ċ"], "chat_template": TEMPLATE, "add_bos_token": False},
+        "token_types": [3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)),
+        **{"bos_token_id": START, "eos_token_id": TEXT_END, "eot_token_id": END, "pad_token_id": TEXT_END},
+    }
+    for name, value in written.items():
+        getattr(writer, f"add_{name}")(value)
     for name, tensor in gguf_tensors(model).items():
         writer.add_tensor(name, tensor.detach().contiguous().numpy())
     writer.write_header_to_file()

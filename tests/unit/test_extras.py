@@ -74,14 +74,3 @@ def test_all_has_every_extra_for_users() -> None:
     named = set(re.findall(r"[\w-]+", everything)) - {"pipelinerl"}
     assert named == set(EXTRAS) - extras._OTHER
     assert EXTRAS["ui"] == ["pipelinerl[serve,pandas]"]
-
-
-def test_nothing_tells_to_install_this_package_from_an_index() -> None:
-    """It is on none."""
-    folders = ("src", "docs", "examples", ".devcontainer")
-    files = [ROOT / "README.md", *(path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())]
-    wrong = re.compile(r"uvx pipelinerl|install[\w\s-]*? ['\"]?pipelinerl(?:\[[\w,-]*\])?+(?! @|\w|-\d)[^\n]*")
-    texts = {
-        path: path.read_bytes().decode(errors="ignore") for path in files if path.suffix not in (".pyc", ".png", ".whl")
-    }
-    assert {str(path): found for path, text in texts.items() if (found := wrong.findall(text))} == {}

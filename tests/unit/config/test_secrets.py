@@ -17,7 +17,6 @@ def test_passwords_and_keys_are_removed_and_nothing_else() -> None:
         "login": {"passwords": ["x"], "secret": None},
         "page": "https://host/x?api_key=abc&n=3",
         "monkey": "banana",
-        "tokenizer": "gpt2",
     }
     config = load_config(
         None,
@@ -41,7 +40,6 @@ def test_passwords_and_keys_are_removed_and_nothing_else() -> None:
         "login": {"passwords": REMOVED, "secret": None},
         "page": f"https://host/x?api_key={REMOVED}&n=3",
         "monkey": "banana",
-        "tokenizer": "gpt2",
     }
     assert found["correction"] == config.correction.model_dump()
     assert found["stream"]["url"] == "rediss://10.0.0.5:6379/0"
