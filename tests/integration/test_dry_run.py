@@ -105,6 +105,10 @@ WRONG = {
         lambda folder: klass(folder, "def reward(self, problem, text):\n    return problem.answer"),
         "an empty answer to its first problem: raised: RuntimeError: reward: task.py, line 9: AttributeError: 'Problem'",
     ),
+    "reward raises for a text": (
+        lambda folder: klass(folder, "def reward(self, problem, text):\n    return problem.answer if text else 0.0"),
+        "the answer 'banana' to its first problem: raised: RuntimeError: reward: task.py, line 9: AttributeError",
+    ),
     "reward loops": (
         lambda folder: klass(
             folder, "reward_limits = {'timeout_s': 0.3}\ndef reward(self, problem, text):\n    while True: pass"

@@ -50,7 +50,7 @@ def add_to(commands: Commands) -> None:
     flag = commands.add("train", text, SETTINGS_HELP, run=run_train).add_argument
     flag("run_file", nargs="?", type=Path, metavar="RUN.yaml", help="the run file")
     flag("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
-    text = "check the settings, the memory, and the environment (with an empty answer), without training"
+    text = "check the settings, the memory, and the environment (with an empty answer and a word), without training"
     flag("--dry-run", action="store_true", help=text)
     flag("--watch", action="store_true", help="also show the run in a browser, until it ends (see `pipelinerl watch`)")
     text = "port of that page, 0: any free port (default: 7117)"

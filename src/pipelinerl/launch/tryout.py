@@ -1,4 +1,4 @@
-"""Builds the environment of a run and tries its first problem with an empty answer, without a model.
+"""Builds the environment of a run and tries its first problem with an empty answer and a word, without a model.
 
     python -m pipelinerl.launch.tryout CONFIG.yaml MESSAGES [build]
 
@@ -13,16 +13,18 @@ import gc
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.failures import Failure
-from pipelinerl.actor.rollouts import attempt, problem_for, score
+from pipelinerl.actor.rollouts import attempt, guarded, problem_for, score
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import find_class, make_environment, notes_of
+from pipelinerl.environments.single_turn import JudgedTurn
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
@@ -32,6 +34,7 @@ from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
 
 SHOWN_CHARACTERS = 80
+WORD = "banana"
 
 
 class Answers(EngineClient):
@@ -78,7 +81,7 @@ async def play_first(
 ) -> tuple[GenerationRequest, Rollout]:
     """The first problem's first request, and its rollout with empty answers.
 
-    Raises EnvironmentSetupError if an empty answer, or a group of them, fails.
+    Raises EnvironmentSetupError if an empty answer, a group of them, or the reward of a word fails.
     """
 
     def refused(what: str, failure: Failure) -> EnvironmentSetupError:
@@ -92,6 +95,11 @@ async def play_first(
     client = RolloutClient(engine, tokenizer, sampling, name="g0.a0", seed=0)
     if isinstance(played := await attempt(environment, made[0], client, timeout_s), Failure):
         raise refused(alone, played)
+    if isinstance(environment, JudgedTurn):
+        turn = msgspec.structs.replace(played.turns[-1], text=WORD)
+        judged = await guarded(partial(environment.judge, made[0], turn), timeout_s, "the reward")
+        if isinstance(judged, Failure):
+            raise refused(f"the answer {WORD!r} to its first problem", judged)
     if isinstance(environment, ScoresGroups):
         scored = await score(environment, made[0], [played] * 2, timeout_s)
         if isinstance(scored, Failure):
