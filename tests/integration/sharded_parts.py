@@ -265,15 +265,12 @@ USUAL = [
     *("gspo", "token_mask", "sequence_geo_mask", "sequences", "kl_lora", "kl_bfloat16", "checkpointing"),
     *("in_chunks", "in_chunks_kl_untied", "in_chunks_lora", "some_in_chunks", "one_sample", "no_gradient", "refused"),
 ]
-"""What two ranks compute, unless all tests run: each kind of loss, of model and of head, and a batch for one of them."""
-FROM = {2: ["alone", "by3"], 3: ["alone"]}
-"""By whom the checkpoints are saved from which so many ranks go on. The usual tests have no more than two ranks."""
+"""What two ranks compute: each kind of loss, of model and of head, and a batch for one of them."""
 
 
-def scenarios_of(ranks: int, *, exhaustive: bool) -> list[str]:
-    if exhaustive:
-        return list(SCENARIOS)
-    return USUAL if ranks == 2 else []
+def scenarios_of(ranks: int) -> list[str]:
+    """Three ranks compute all of them, if all tests run."""
+    return USUAL if ranks == 2 else list(SCENARIOS)
 
 
 def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
@@ -282,22 +279,16 @@ def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") ->
             train_alone(root, name, root / who / name, checkpoint_of(root, saver, name) if saver else None)
 
 
-def _as_rank(root: Path, rank: int, size: int, listener: socket.socket, *, exhaustive: bool) -> None:
-    """All scenarios, and a continuation of what each of `FROM` saved, as one rank of `size`."""
+def _as_rank(root: Path, rank: int, size: int, listener: socket.socket) -> None:
+    """All scenarios as one rank of `size`, then on from the checkpoints of one process."""
     meeting = listener if rank == 0 else listener.getsockname()[:2]
-    entered = ranks.join(TrainerConfig(ranks=size), rank, meeting, KEY, start_s=120.0, stall_s=60.0)
-    jobs: list[tuple[str, str, Path | None]] = [
-        (name, f"by{size}", None) for name in scenarios_of(size, exhaustive=exhaustive)
-    ]
-    jobs += [
-        (name, f"by{size}_from_{saver}", checkpoint_of(root, saver, name))
-        for saver in (FROM[size] if exhaustive else ["alone"])
-        for name in RESUMED
-    ]
-    with entered as team:
-        for name, who, checkpoint in jobs:
+    with ranks.join(TrainerConfig(ranks=size), rank, meeting, KEY, start_s=120.0, stall_s=60.0) as team:
+        for name in scenarios_of(size):
             with limit_of(SCENARIOS[name]):
-                train_as_rank(root, name, root / who / name, team, checkpoint)
+                train_as_rank(root, name, root / f"by{size}" / name, team)
+        for name in RESUMED:
+            checkpoint = checkpoint_of(root, "alone", name)
+            train_as_rank(root, name, root / f"by{size}_from_alone" / name, team, checkpoint)
 
 
 def _fork(*jobs: Callable[[], None]) -> None:
@@ -321,13 +312,13 @@ def _fork(*jobs: Callable[[], None]) -> None:
 
 
 def main(root: Path, *, exhaustive: bool) -> None:
-    names = scenarios_of(2, exhaustive=exhaustive)  # those of other numbers of ranks are among them
+    sizes = (3, 2) if exhaustive else (2,)
+    names = scenarios_of(max(sizes))
     _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
-    sizes = (3, 2) if exhaustive else (2,)
     for size in sizes:
         listener = socket.create_server(("127.0.0.1", 0))
-        _fork(*(partial(_as_rank, root, rank, size, listener, exhaustive=exhaustive) for rank in range(size)))
+        _fork(*(partial(_as_rank, root, rank, size, listener) for rank in range(size)))
     _fork(*(partial(_train_alone, root, f"alone_from_by{size}", RESUMED, f"by{size}") for size in sizes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,26 +15,20 @@ from tests.integration.runs import (
     command,
     flags,
     run_processes,
+    steps,
 )
 from tests.redis_server import redis_for_tests
 
 pytestmark = pytest.mark.slow
 PREPROCESSOR = {"launch__preprocessor": "process"}
 SERVERS = {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}
-APART = PREPROCESSOR | SERVERS
-
-
-def resume_to(run_dir: Path, goal: int, *changes: str) -> None:
-    assert_finished(run_dir, command("train", "--resume", str(run_dir), f"--trainer.steps={goal}", *changes))
-    assert_gone_on(run_dir, goal)
-
-
-WEIGHTS = {"files": {"weights__kind": "collective", "engine__servers": 2, "engine__slots": 8}, "redis": {}}
+DELTAS = {"weights__kind": "collective", "weights__encoding": "delta", "trainer__learning_rate": 1e-6}
+WEIGHTS: dict[str, dict[str, Any]] = {"files": DELTAS | {"engine__servers": 2, "engine__slots": 8}, "redis": {}}
 
 
 @pytest.mark.parametrize("stream", ["files", pytest.param("redis", marks=pytest.mark.needs_redis)])
 def test_everything_apart_and_on_from_its_checkpoint(stream: str, tmp_path: Path) -> None:
-    """With a reference model. Weights are broadcast, or written to a file. The next session prepares with the trainer."""
+    """With a reference model. Weights are broadcast as deltas, or in a file. The next session prepares with the trainer."""
     with redis_for_tests(tmp_path / "redis") if stream == "redis" else nullcontext() as url:
         goes_on(tmp_path / "r", stream, url)
 
@@ -52,7 +47,11 @@ def goes_on(run_dir: Path, stream: str, url: str | None) -> None:
     assert counts["rollouts_dropped"].keys() <= {"overlong", "stale"}
     assert assert_provenance(run_dir) > 0, "some tokens that were trained on span an update"
     if stream == "redis":
-        resume_to(run_dir, 8, "--launch.preprocessor=with_trainer")
+        changes = ["--trainer.steps=8", "--launch.preprocessor=with_trainer"]
+        assert_finished(run_dir, command("train", "--resume", str(run_dir), *changes))
+        assert_gone_on(run_dir, 8)
+    else:
+        assert {step.update.encoding for step in steps(run_dir) if step.update is not None} == {"full", "delta"}
 
 
 @pytest.mark.exhaustive

@@ -9,14 +9,11 @@ import msgspec
 import pytest
 
 from tests.integration.runs import (
-    HANGS_S,
     assert_conserved,
     assert_provenance,
     assert_trained_once,
-    flags,
     groups,
     run,
-    start,
     steps,
     summary,
     trained,
@@ -72,13 +69,6 @@ def test_the_same_run_file_gives_the_same_run(name: str, tmp_path: Path) -> None
     assert bool(spanning) == name.startswith("pipeline"), "only in flight does a sequence see an update"
 
 
-def test_another_seed_gives_another_run(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        run(tmp_path / str(seed), seed=seed, trainer__steps=1)
-    records = [(tmp_path / seed / "rollouts" / "rollouts.jsonl").read_bytes() for seed in "01"]
-    assert records[0] != records[1]
-
-
 @pytest.mark.parametrize("kind", ["conventional", "async"])
 def test_rounds_have_the_lag_of_the_method_and_batches_that_are_not_sorted_by_length(kind: str, tmp_path: Path) -> None:
     """Conventional: 0 .. G-1 within a round. Async: the first round on policy, then G .. 2G-1.
@@ -119,16 +109,3 @@ def test_no_key_that_tools_rely_on_and_no_metric_is_left_out(tmp_path: Path) -> 
     may_be_none = {"engine", "started_length_mean", "length_lag_correlation"}
     for step in learnt:
         assert {name for name, value in msgspec.structs.asdict(step).items() if value is None} <= may_be_none
-
-
-@pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_finishes(tmp_path: Path) -> None:
-    """As with `pipelinerl train | head -1`: neither the view nor the final table decides how a run ends."""
-    started = start("train", *flags(tmp_path / "r", trainer__steps=2, metrics__view="plain"))
-    assert started.stdout is not None
-    assert started.stderr is not None
-    started.stdout.readline()
-    started.stdout.close()
-    started.stderr.close()
-    assert started.wait(HANGS_S) == 0
-    assert summary(tmp_path / "r")["status"] == "finished"

@@ -69,19 +69,3 @@ def test_a_disk_that_fills_up(disk: Disk) -> None:
 
 def tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.mark.parametrize("disk", [64], indirect=True)
-def test_a_read_only_disk_is_refused_at_the_start(disk: Disk) -> None:
-    started = command("train", *flags(disk.path / "r", launch__kind="processes", trainer__steps=2))
-    assert (started.status, started.error) == (0, "")
-    before = {path: path.stat().st_mtime_ns for path in disk.path.rglob("*")}
-    disk.change("ro")
-    for arguments in (flags(disk.path / "new"), ["--resume", str(disk.path / "r"), "--trainer.steps=4"]):
-        ended = command("train", *arguments)
-        assert_one_line(ended)
-        assert ended.status == 2
-        assert "Read-only file system" in ended.error
-    assert {path: path.stat().st_mtime_ns for path in disk.path.rglob("*")} == before
-    disk.change("rw")
-    assert_goes_on(disk.path / "r")

@@ -89,20 +89,6 @@ def test_engine_and_trainer_agree_on_tokens_of_the_current_version(tmp_path: Pat
     assert max(gaps) < TOLERANCE
 
 
-class Spy:
-    """Remembers the samples of every optimizer step of a real run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.samples: list[TrainingSample] = []
-        step = Learner.step
-
-        def watched(learner: Learner, samples: Sequence[TrainingSample], *rest: Any, **options: Any) -> Any:
-            self.samples += samples
-            return step(learner, samples, *rest, **options)
-
-        monkeypatch.setattr(Learner, "step", watched)
-
-
 def test_what_is_trained_on_is_what_was_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two turns, the second of which goes on from the first with ids of the environment's in between."""
     kind = write_environment(
@@ -118,11 +104,18 @@ def test_what_is_trained_on_is_what_was_sampled(tmp_path: Path, monkeypatch: pyt
         """,
         imports=["from pipelinerl.types import Turn"],
     )
-    spy = Spy(monkeypatch)
+    seen, step = list[TrainingSample](), Learner.step
+
+    def watched(learner: Learner, samples: Sequence[TrainingSample], *rest: Any, **options: Any) -> Any:
+        seen.extend(samples)
+        return step(learner, samples, *rest, **options)
+
+    monkeypatch.setattr(Learner, "step", watched)
     run(tmp_path / "r", environment__kind=kind, trainer__steps=4)
     by_id = rollouts_by_id(tmp_path / "r")
-    assert len(spy.samples) == 4 * 16
-    for sample in spy.samples:
+    rewards = {group.index: [rollout.reward for rollout in group.rollouts] for group in groups(tmp_path / "r")}
+    assert len(seen) == 4 * 16
+    for sample in seen:
         first, second = by_id[sample.id].turns
         (segment,) = sample.segments
         assert segment.token_ids == (*second.prompt_ids, *second.completion.token_ids)
@@ -131,12 +124,5 @@ def test_what_is_trained_on_is_what_was_sampled(tmp_path: Path, monkeypatch: pyt
         assert sample.behaviour_logprobs == (*first.completion.logprobs, *second.completion.logprobs)
         assert list(sample.versions) == versions(by_id[sample.id])
         assert sample.reward == by_id[sample.id].reward
-
-
-def test_advantages_are_those_of_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = Spy(monkeypatch)
-    run(tmp_path / "r", trainer__steps=2)
-    rewards = {group.index: [rollout.reward for rollout in group.rollouts] for group in groups(tmp_path / "r")}
-    for sample in spy.samples:
-        own = rewards[sample.group_index]
-        assert sample.advantage == pytest.approx(sample.reward - sum(own) / len(own))
+        mean = sum(rewards[sample.group_index]) / len(rewards[sample.group_index])
+        assert sample.advantage == pytest.approx(sample.reward - mean)

@@ -21,10 +21,8 @@ from tests.integration.runs import (
     assert_provenance,
     assert_trained_once,
     resume,
-    run,
     small_run,
     start_processes,
-    status_of,
     steps,
     summary,
     until,
@@ -104,16 +102,6 @@ def test_a_stopped_run_writes_a_checkpoint_on_all_ranks_and_continues_to_its_goa
     assert updates[-1].encoding == "delta"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("preprocessor", ["with_trainer", "process"])
-def test_lora_with_two_ranks(preprocessor: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    run(run_dir, **HERE, **KL, **DELTAS, model__lora="{}", trainer__steps=2, launch__preprocessor=preprocessor)
-    counts = resume(run_dir, trainer__ranks=3, trainer__steps=4)
-    assert counts["optimizer_steps"] == 4
-    assert_conserved(counts)
-
-
 def cases(roles: Sequence[str], usual: set[tuple[str, str]]) -> list[Any]:
     """All roles in all phases; those that are not `usual` are exhaustive."""
     found = product(roles, ("forward", "backward", "gather", "save"))
@@ -147,15 +135,6 @@ def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monke
         assert counts["optimizer_steps"] == version + 2
         assert_conserved(counts)
         assert_trained_once(run_dir)
-
-
-@pytest.mark.exhaustive
-def test_ctrl_c_while_the_ranks_load(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    process = start_processes(run_dir, **TWO)
-    until(lambda: (status := status_of(run_dir, "trainer")) is not None and status.detail == "loads the model", process)
-    process.send_signal(signal.SIGINT)
-    assert wait(process).status == 130
 
 
 def test_the_embedded_launcher_refuses_ranks(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Results:
-    """Outcomes in `root/WHO/SCENARIO`. WHO: `alone`, `by2` (2 ranks), `by2_from_by3` (resumed from what 3 ranks saved)."""
+    """Outcomes in `root/WHO/SCENARIO`. WHO: `alone`, `by2` (2 ranks), `by2_from_alone` (resumed from what one saved)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -33,9 +33,6 @@ class Results:
 
     def weights(self, who: str, name: str) -> dict[str, Tensor]:
         return load_file(self.root / who / name / "weights.safetensors")
-
-    def checkpoint(self, who: str, name: str) -> Path:
-        return checkpoint_of(self.root, who, name)
 
 
 @pytest.fixture(scope="module")
@@ -99,34 +96,30 @@ def with_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | ({"lm_head.weight": embedding} if torch.equal(head, embedding) else {})
 
 
-def exhaustive(case: str) -> Any:
-    return pytest.param(case, marks=pytest.mark.exhaustive)
+def sized(ranks: int, *values: str) -> Any:
+    """A case of three ranks is exhaustive."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive if ranks == 3 else [])
 
 
-CASES = [
-    pytest.param(ranks, name, marks=[] if name in scenarios_of(ranks, exhaustive=False) else pytest.mark.exhaustive)
-    for ranks in (2, 3)
-    for name in scenarios_of(ranks, exhaustive=True)
-]
+CASES = [sized(ranks, f"by{ranks}", name) for ranks in (2, 3) for name in scenarios_of(ranks)]
 
 
-@pytest.mark.parametrize(("ranks", "name"), CASES)
-def test_ranks_equal_one_process(results: Results, ranks: int, name: str) -> None:
-    require_equal(results, f"by{ranks}", name)
+@pytest.mark.parametrize(("who", "name"), CASES)
+def test_ranks_equal_one_process(results: Results, who: str, name: str) -> None:
+    require_equal(results, who, name)
 
 
 def test_the_scenarios_differ(results: Results, pytestconfig: pytest.Config) -> None:
     """Otherwise a setting that has no effect would be compared with itself."""
     same = {"no_resharding", "checkpointing", "refused"}  # these change how, not what, or nothing
-    names = set(scenarios_of(2, exhaustive=pytestconfig.getoption("--exhaustive"))) - same
+    names = set(scenarios_of(3 if pytestconfig.getoption("--exhaustive") else 2)) - same
     found = [results.outcome("alone", name).checksum for name in names]
     assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize(
-    "who",
-    ["by2_from_alone", "alone_from_by2", *map(exhaustive, ("by3_from_alone", "by2_from_by3", "alone_from_by3"))],
+    "who", [sized(ranks, who) for ranks in (2, 3) for who in (f"by{ranks}_from_alone", f"alone_from_by{ranks}")]
 )
 def test_a_checkpoint_continues_on_another_number_of_ranks(results: Results, who: str, name: str) -> None:
     require_equal(results, who, name, slice(SAVED_AT, STEPS))
@@ -135,7 +128,7 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(results: Results, who
 def test_a_checkpoint_of_ranks_is_that_of_one_process(results: Results) -> None:
     from transformers import AutoModelForCausalLM
 
-    folders = [results.checkpoint(who, "bfloat16") for who in ("by2", "alone")]
+    folders = [checkpoint_of(results.root, who, "bfloat16") for who in ("by2", "alone")]
     ours, theirs = (load_checkpoint(folder).state.files for folder in folders)
     assert ours.keys() == theirs.keys()
     assert ours["config.json"] == theirs["config.json"]

@@ -101,13 +101,6 @@ def test_an_error_has_the_end_of_the_log(tmp_path: Path) -> None:
     assert process.log_lines()[0] == "of an earlier session"
 
 
-def test_a_program_that_does_not_exist_leaves_no_file_open(tmp_path: Path) -> None:
-    open_files = len(os.listdir("/dev/fd"))
-    with pytest.raises(FileNotFoundError):
-        ChildProcess(["/nowhere/program"], log=tmp_path / "log")
-    assert len(os.listdir("/dev/fd")) == open_files
-
-
 def test_standard_input_can_be_taken_from_user_code() -> None:
     code = (
         "import os, sys\nfrom pipelinerl.process import take_stdin\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.files import JsonLines, remedy, reserve, write_atomically
+from pipelinerl.files import JsonLines, reserve, write_atomically
 from pipelinerl.metrics.reading import read_lines
 from tests.limits import small_files
 
@@ -66,11 +65,6 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path) -> N
             lines.write("b" * 700)
         lines.write("c" * 200)
     assert [json.loads(line)[0] for line in path.read_text().splitlines()] == ["a", "c"]
-
-
-def test_the_advice_fits_the_error() -> None:
-    advice = {errno.EMFILE: "ulimit -n", errno.EROFS: "make it writable", errno.EDQUOT: "room"}
-    assert all(words in remedy(OSError(number, "")) for number, words in advice.items())
 
 
 def test_reserving_what_is_not_there_changes_nothing(tmp_path: Path) -> None:

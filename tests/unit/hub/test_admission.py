@@ -19,7 +19,11 @@ from tests.unit.hub.hub_parts import K, make_state
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.sampled_from(["start", "end", "settle"])), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 4), st.sampled_from(["start", "end", "settle", "replace"])), max_size=40
+    )
+)
 def test_number_and_oldest_version_are_those_of_a_list(history: list[tuple[int, int, str]]) -> None:
     state = make_state(PipelineSchedule(1_000_000))
     in_progress: list[tuple[int, int]] = []
@@ -35,19 +39,14 @@ def test_number_and_oldest_version_are_those_of_a_list(history: list[tuple[int, 
         elif what == "settle":
             settled = min(settled + version, handed_over)
             state.settle(settled)
+            state.settle(0)  # an old count
+        elif what == "replace" and handed_over > settled:
+            handed_over -= 1
+            state.replace(0, 1)
         assert state.handed_over == handed_over - settled
         assert state.outstanding == K * len(in_progress) + handed_over - settled
         assert min(state.in_progress, default=None) == min((started for started, _ in in_progress), default=None)
         assert state.in_progress_before(3) == K * sum(started < 3 for started, _ in in_progress)
-
-
-def test_what_the_stream_dropped_or_the_trainer_settled_is_not_waited_for() -> None:
-    state = make_state(handed_over=12, settled=100)
-    state.replace(0, 6)
-    assert state.outstanding == 6
-    for settled, left in ((104, 2), (100, 2), (200, 0)):
-        state.settle(settled)
-        assert state.outstanding == left
 
 
 # --------------------------------------------------------------------------------------------------- claims
@@ -142,20 +141,6 @@ def test_weights_change_when_nothing_of_the_round_is_in_progress_anywhere(schedu
     assert state.may_take(1).allowed, "what has begun with the new weights does not hold it back"
 
 
-def test_the_lag_bound_counts_the_work_of_all() -> None:
-    """One engine has groups of version 0 open; the other would let them fall behind."""
-    state = make_state(PipelineSchedule(batch_size=K, max_lag=1), processes=2)
-    assert [claim(state, 0), claim(state, 1)] == [0, 1]
-    state.hand_over(1, rollouts=K)
-    state.trainer = TrainerProgress(version=1, trained=K)
-    assert state.may_take(1).allowed
-    verdict = state.claim(1, 1, K).verdict
-    assert not verdict.allowed
-    assert "lag 2 > max_lag 1" in verdict.waiting_for
-    state.hand_over(0, rollouts=K)
-    assert claim(state, 1, 1) == 2, "what is in the stream can't be overtaken"
-
-
 def test_a_session_begins_a_round_in_the_middle() -> None:
     """A run that is resumed under another schedule, G or B does not wait for weights that nobody will send."""
     resumed = PipelineState(
@@ -175,29 +160,17 @@ def test_the_stock_is_limited_unless_the_run_file_limits_the_stream(flag: str, s
     assert schedule.stock == stock
 
 
-@given(
-    batch_size=st.integers(1, 64),
-    handed_over=st.integers(0, 200),
-    in_progress=st.integers(0, 5000),
-    latency=st.none() | st.floats(0, 20),
-    most_in_progress=st.integers(0, 5000),
+@pytest.mark.parametrize(
+    ("handed_over", "in_progress", "latency", "allowed"),
+    [(63, 5000, 1.0, True), (64, 159, 1.0, True), (64, 160, 1.0, False), (64, 213, None, True), (64, 214, None, False)],
 )
 def test_the_stock_never_denies_while_less_than_a_batch_is_handed_over(
-    batch_size: int, handed_over: int, in_progress: int, latency: float | None, most_in_progress: int
+    handed_over: int, in_progress: int, latency: float | None, allowed: bool
 ) -> None:
     """What is in progress for long would otherwise fill the limit alone, and the trainer would wait for it."""
-    state = PipelineState(
-        engine_version=3,
-        trainer_version=5,
-        oldest_in_progress=0,
-        outstanding=handed_over + in_progress,
-        handed_over=handed_over,
-        latency=latency,
-        most_in_progress=most_in_progress,
-    )
-    verdict = PipelineSchedule(batch_size, stock=2 * batch_size).may_start(state, 1)
-    needed = most_in_progress if latency is None else batch_size * latency
-    assert verdict.allowed == (handed_over < batch_size or state.outstanding < 2 * batch_size + 1.5 * needed)
+    outstanding = in_progress + handed_over
+    state = PipelineState(0, 0, 0, outstanding, handed_over, latency=latency, most_in_progress=100)
+    assert PipelineSchedule(64, stock=128).may_start(state, 1).allowed == allowed
 
 
 def test_latency_is_a_running_mean_over_groups_that_were_started_after_the_first_update() -> None:

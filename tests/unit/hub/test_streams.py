@@ -146,16 +146,6 @@ def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path: Path) -> None:
     assert items == [b"first", *[b"x" * 8192] * (written - 1), b"last"]
 
 
-def test_the_space_of_committed_items_is_used_again(tmp_path: Path) -> None:
-    with closing(FileStream(tmp_path)) as stream:
-        for _ in range(30):
-            for _ in range(10):
-                offset = stream.append(b"x" * 10_000)
-            stream.read(10)
-            stream.commit(offset + 1)
-        assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1_000_000
-
-
 KILLED = """
 import os, pathlib, signal, sys
 from pipelinerl.hub.stream import FileStream

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipelinerl.models.state import TYPES, device_checksum, device_digests_of, write_safetensors
+from pipelinerl.models.state import TYPES, checksum, device_checksum, device_digests_of, not_finite, write_safetensors
 
 BLOCK_BYTES = 4 << 16
 DTYPES = [
@@ -99,26 +101,36 @@ def test_every_flipped_bit_is_found(tensor: Tensor, data: st.DataObject) -> None
     assert device_checksum({"x": tensor}) != before
 
 
-def test_the_checksum_is_also_of_names_types_and_shapes() -> None:
-    one, two = torch.arange(6.0), torch.arange(6.0) + 1
-    both = {"a": one, "b": two}
-    same = [both, {"b": two, "a": one}, {name: tensor.clone() for name, tensor in both.items()}]
-    assert len({device_checksum(tensors) for tensors in same}) == 1
+@pytest.mark.parametrize("digest", [checksum, device_checksum])
+def test_checksums_are_of_names_types_shapes_and_bytes_in_any_order_and_memory_layout(
+    digest: Callable[[dict[str, Tensor]], str],
+) -> None:
+    one = torch.arange(6.0).view(2, 3)
+    both = {"a": one, "b": one + 1, "tied": one, "none": torch.zeros(0)}
+    copied = {name: tensor.clone() for name, tensor in both.items()}
+    same = [both, copied, dict(reversed(both.items())), both | {"a": one.t().contiguous().t()}]
+    assert len({digest(tensors) for tensors in same}) == 1
     others = [
-        {"a": two, "b": one},
-        {"a": one, "c": two},
-        {"a": one},
-        {"a": one.view(2, 3), "b": two},
-        {"a": one.view(torch.int32), "b": two},
-        {"a": one.bfloat16(), "b": two},
-        {"a": torch.cat([one, torch.zeros(1)]), "b": two},
+        {"a": both["b"], "b": one, "tied": one, "none": both["none"]},
+        {"c" if name == "b" else name: tensor for name, tensor in both.items()},
+        {name: tensor for name, tensor in both.items() if name != "none"},
+        both | {"a": one.view(3, 2)},
+        both | {"a": one.view(torch.int32)},
+        both | {"a": one.bfloat16()},
+        both | {"a": one + 1e-6},
     ]
-    assert len({device_checksum(tensors) for tensors in [both, *others]}) == 8
+    assert len({digest(tensors) for tensors in [both, *others]}) == 8
 
 
-def test_a_tied_tensor_counts_as_its_copies_would() -> None:
-    tied, other = torch.arange(5.0), torch.zeros(0)
-    assert device_checksum({"a": tied, "b": tied, "c": other}) == device_checksum({"a": tied, "b": tied.clone(), "c": other})
+def test_values_that_are_not_finite_are_found_and_large_ones_are_not() -> None:
+    tensors = {str(dtype): torch.full((9,), torch.finfo(dtype).max, dtype=dtype) for dtype in DTYPES[:4]}
+    tensors |= {"integers": torch.arange(3), "empty": torch.empty(0)}
+    assert not_finite(tensors) == []
+    for value, dtype in product((float("nan"), float("inf"), float("-inf")), DTYPES[:4]):
+        broken = torch.ones(7, dtype=dtype)
+        broken[2] = value
+        assert not_finite({**tensors, "broken": broken, "tied": broken}) == ["broken"]
+    assert not_finite({"both": torch.tensor([float("inf"), float("-inf")])}) == ["both"]
 
 
 # ---- files

@@ -119,20 +119,6 @@ def problem(receiver: BroadcastReceiver) -> str:
 # What arrives
 
 
-def test_the_last_update_can_be_taken_after_the_sender_closed(rig: Rig) -> None:
-    sender = rig.sender()
-    receiver = rig.receiver(sender)
-    eventually(lambda: sender._formed)
-    digest = sender.send(7, named_weights(Tied()))
-    sender.close()
-    update = taken(receiver)
-    assert checksum(update.tensors) == digest
-    receiver.acknowledge(receipt(7, digest))
-    time.sleep(0.05)
-    assert receiver.offered() is None
-    assert receiver.poll() is None
-
-
 def test_a_run_that_ends_is_not_waited_for(rig: Rig) -> None:
     ending = threading.Event()
     sender = rig.sender(timeout_s=100.0, join_timeout_s=100.0, give_up=ending.is_set)
