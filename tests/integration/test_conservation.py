@@ -60,9 +60,7 @@ def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
     assert "ValueError: the verifier crashed" in (tmp_path / "r" / "logs" / "embedded.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "kind", ["pipeline", pytest.param("conventional", marks=pytest.mark.slow), pytest.param("async", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "async"])
 def test_overlong_completions_are_dropped_and_replaced(kind: str, tmp_path: Path) -> None:
     """Whatever is dropped out of a round, too: more is generated, and the run does not wait for ever."""
     settings = {"preprocess__overlong": "drop", "actor__max_tokens": 12, "trainer__steps": 4, "schedule__kind": kind}

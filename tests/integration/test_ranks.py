@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import textwrap
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.launch.run import train
 from tests import forks
 from tests.integration.runs import (
-    Ended,
     assert_conserved,
     assert_provenance,
     assert_trained_once,
@@ -31,8 +29,6 @@ from tests.integration.runs import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO: dict[str, Any] = {"trainer__ranks": 2, "trainer__checkpoint_every": 1}
-HERE = TWO | {"launch__kind": "processes"}
-"""Started by the test's own process."""
 DELTAS = {"weights__kind": "collective", "weights__encoding": "delta", "trainer__learning_rate": 1e-6}
 KL = {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"}
 
@@ -59,16 +55,15 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
 
         setattr(owner, name, called)
 
-    phase = {phase!r}
-    if phase == "forward":
-        failing(FSDPParamGroup, "post_forward", 2)
-    elif phase == "backward":
-        failing(FSDPParamGroup, "post_backward", 2)
-    elif phase == "gather":
-        failing(sharded, "whole", 2)
-    else:
-        failing(Optimizer, "state", 1)
+    failing({fails})
 """
+PHASES = {
+    "forward": "FSDPParamGroup, 'post_forward', 2",
+    "backward": "FSDPParamGroup, 'post_backward', 2",
+    "gather": "sharded, 'whole', 2",
+    "save": "Optimizer, 'state', 1",
+}
+ALL_DEATHS = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(["training-rank-1", "training"], PHASES)]
 
 
 @pytest.mark.parametrize("others", [[2], pytest.param([3, 1], marks=pytest.mark.exhaustive)])
@@ -102,27 +97,16 @@ def test_a_stopped_run_writes_a_checkpoint_on_all_ranks_and_continues_to_its_goa
     assert updates[-1].encoding == "delta"
 
 
-def cases(roles: Sequence[str], usual: set[tuple[str, str]]) -> list[Any]:
-    """All roles in all phases; those that are not `usual` are exhaustive."""
-    found = product(roles, ("forward", "backward", "gather", "save"))
-    return [pytest.param(*case, marks=[] if case in usual else pytest.mark.exhaustive) for case in found]
-
-
-def start_faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fault: Any) -> Ended:
-    """A run in which the process of `role` kills itself in `phase`, once there is a checkpoint."""
-    run_dir = tmp_path / "r"
-    (tmp_path / "faulty.py").write_text(textwrap.dedent(FAULTY).format(run_dir=str(run_dir), **fault))
-    monkeypatch.setenv(forks.PREPARE, str(tmp_path / "faulty.py"))
-    process = start_processes(run_dir, **TWO | {"trainer__steps": 100_000, "launch__watchdog_s": 40, "launch__restarts": 0})
-    ended = wait(process)
-    assert "Traceback" not in ended.out + ended.error
-    return ended
-
-
-@pytest.mark.parametrize(("role", "phase"), cases(["training-rank-1", "training"], {("training-rank-1", "forward")}))
+@pytest.mark.parametrize(("role", "phase"), [("training-rank-1", "forward"), *ALL_DEATHS[1:]])
 def test_a_killed_rank_ends_the_run(role: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It kills itself once there is a checkpoint."""
     run_dir = tmp_path / "r"
-    ended = start_faulty(tmp_path, monkeypatch, role=role, phase=phase)
+    code = textwrap.dedent(FAULTY).format(run_dir=str(run_dir), role=role, fails=PHASES[phase])
+    (tmp_path / "faulty.py").write_text(code)
+    monkeypatch.setenv(forks.PREPARE, str(tmp_path / "faulty.py"))
+    settings = TWO | {"trainer__steps": 100_000, "launch__watchdog_s": 40, "launch__restarts": 0}
+    ended = wait(start_processes(run_dir, **settings))
+    assert "Traceback" not in ended.out + ended.error
     assert ended.status == 4
     assert f"the {role} process (pid " in ended.error
     assert "was killed by SIGKILL" in ended.error

@@ -110,34 +110,14 @@ def test_standard_input_can_be_taken_from_user_code() -> None:
     assert shown.stdout.decode().strip() == "['', b'ours']"
 
 
-def test_after_a_stall_what_hangs_is_killed_soon_and_the_others_may_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_stall_what_hangs_is_killed_soon_and_the_others_may_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child, "HUNG_PATIENCE_S", 0.05)
-
-    class Stuck:
-        running = True
-
-        def ask_to_stop(self) -> None:
-            """It does not hear."""
-
-        def kill(self) -> None:
-            self.running = False
-
-        def wait(self, _: float) -> None:
-            """It has ended."""
-
-    class Saving(Stuck):
-        """Has its checkpoint written once the other one has ended."""
-
-        def __init__(self, other: Stuck) -> None:
-            self.other = other
-
-        @property
-        def running(self) -> bool:  # type: ignore[override]
-            return self.other.running
-
-        def kill(self) -> None:
-            assert not self.running
-
-    stuck = Stuck()
-    workers: list[Any] = [stuck, Saving(stuck)]
-    assert child.stop_all(workers, 60.0, lambda: False, hung=workers[:1]) == [stuck]
+    stuck = shell(STUBBORN, tmp_path / "stuck")
+    saves = f"while kill -0 {stuck.pid}; do sleep 0.1; done; exit 0"  # once the other one has ended
+    saving = shell(f"trap '{saves}' TERM; sleep 100 & echo ready; wait", tmp_path / "log")
+    assert ready(stuck)
+    assert ready(saving)
+    assert child.stop_all([stuck, saving], 60.0, lambda: False, hung=[stuck]) == [stuck]
+    assert saving.status == 0

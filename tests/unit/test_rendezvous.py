@@ -63,15 +63,6 @@ def silent(group: Any, rank: int) -> None:
     group.recv([torch.empty(32, dtype=torch.uint8)], 1 - rank, 0).wait()
 
 
-def test_members_with_the_key_use_the_store_and_the_group() -> None:
-    with rendezvous_of(3) as members:
-        members[0].store.set("a", b"from the first")
-        assert members[1].store.get("a") == b"from the first"
-        members[2].store.set("b", bytes(range(256)) * 1000)
-        assert members[0].store.get("b") == members[1].store.get("b") == bytes(range(256)) * 1000
-    assert in_a_group(*[with_key(KEY, 3)] * 3) == [None] * 3
-
-
 def test_who_has_taken_a_members_place_is_noticed_by_every_other_member_and_an_echo_is_no_proof() -> None:
     first, second, stranger = map(str, in_a_group(with_key(KEY, 3), with_key(KEY, 3), with_key("a guess", 3)))
     assert first == second == "member 2 of the group does not have the key of this run"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.load import load_config
-from pipelinerl.hub.admission import AdmissionState, ProcessTotals
+from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.interfaces import PipelineState, Verdict
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule, make_schedule
 from pipelinerl.types import GroupLedger, TrainerProgress
@@ -63,34 +63,6 @@ def test_indices_are_used_once_and_those_that_are_taken_never_until_the_trainer_
     assert "reached its goal" in state.claim(0, 0, K).verdict.waiting_for
 
 
-def test_the_groups_of_a_dead_process_are_started_again_by_whoever_is_first() -> None:
-    state = make_state(processes=2)
-    assert [claim(state, process) for process in (0, 1, 0, 1, 1)] == [0, 1, 2, 3, 4]
-    assert state.hand_over(3, rollouts=K - 1) == 1
-    assert state.lose(1) == ProcessTotals(lost=2 * K, groups=1, attempts=K, rollouts=K - 1)
-    assert (state.in_progress, state.handed_over, state.returned) == ({0: 2 * K}, K - 1, [1, 4])
-    assert state.latency is None, "a group that was not finished says nothing of how long one takes"
-    assert [claim(state, 0, 2), claim(state, 1, 3), claim(state, 0, 3)] == [1, 4, 5]
-    assert state.in_progress == {0: 2 * K, 2: K, 3: 2 * K}
-    assert state.lose(1) == ProcessTotals(lost=3 * K, groups=1, attempts=K, rollouts=K - 1), (
-        "of both processes with this number"
-    )
-    assert state.next_index == 6
-
-
-def test_groups_that_have_not_begun_count_with_the_weights_that_they_will_start_with() -> None:
-    state = make_state(processes=2)
-    for process in (0, 0, 1):
-        claim(state, process, 3)
-    state.holds(0, [1, 2, 7], 5)
-    assert state.in_progress == {3: 2 * K, 5: K}, "group 2 is of another process, and nobody has 7"
-    state.holds(0, [1], 4)
-    assert state.in_progress == {3: 2 * K, 5: K}, "versions never fall"
-    state.hand_over(1, rollouts=K)
-    state.lose(0)
-    assert state.in_progress == {3: K}
-
-
 # -------------------------------------------------------------------------------------------------- schedules
 
 
@@ -115,16 +87,6 @@ def test_a_round_is_replaced_as_far_as_it_was_dropped() -> None:
     assert [claim(state, 1), claim(state, 0)] == [2, None]
     state.lose(1)
     assert [claim(state, 0), claim(state, 1)] == [2, None]
-
-
-def test_the_trainers_counts_decide_for_all_at_once() -> None:
-    state = make_state(ConventionalSchedule(K, 1), processes=2)
-    state.trainer = TrainerProgress(version=0)
-    assert [claim(state, 0), claim(state, 1)] == [0, None]
-    state.hand_over(0, rollouts=K)
-    state.trainer = TrainerProgress(version=1, trained=K)
-    assert claim(state, 1, 0) is None, "it has the weights of the round before"
-    assert [claim(state, 0, 1), claim(state, 1, 1)] == [1, None]
 
 
 @pytest.mark.parametrize("schedule", [ConventionalSchedule(2 * K, 1), AsyncSchedule(2 * K, 1)], ids=lambda s: s.name)

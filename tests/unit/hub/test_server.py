@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -145,19 +147,6 @@ def test_a_stream_that_drops_tells_the_process_whose_group_it_was_for(tmp_path: 
         assert place.recorded() == [0, 1, 2, 3]
         assert place.state.handed_over == 3 + 4
         assert place.state.parts[0].replaced == 3
-
-
-def test_statuses_reach_those_who_decide_by_them(tmp_path: Path) -> None:
-    with served(tmp_path) as place:
-        place.server.publish(status("engine", "before"))
-        generation, trainer = place.connect(0), place.connect(TRAINER)
-        generation.publish(status("actor", "here"))
-        trainer.publish(trainer_status(3))
-        for worker in (generation, trainer, generation, trainer):
-            worker.settled()
-        assert (generation.stages(), trainer.stages()) == (["actor", "trainer"], ["actor", "engine", "trainer"])
-        assert [one.detail for stage in ("engine", "actor") if (one := trainer.read(stage))] == ["before", "here"]
-        assert list(place.server.stages()) == ["actor", "engine", "trainer"]
 
 
 def test_a_process_without_a_launcher_is_told_so() -> None:
@@ -296,19 +285,14 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
         with small_files(0):
             worker.hand_over(0)
             worker.settled()
-        assert isinstance(place.server.failure, RunDirectoryError)
-        expected = f"can't write to {place.records}: "
-        assert str(place.server.failure).startswith(expected)
-        assert str(place.server.failure).endswith("and resume")
-        assert "\n" not in str(place.server.failure)
         failure = place.server.failure
+        assert isinstance(failure, RunDirectoryError)
+        assert re.fullmatch(rf"can't write to {re.escape(str(place.records))}: .*and resume", str(failure))
         worker.hand_over(1)
         worker.publish(status("actor", "goes on"))
         worker.settled()
         assert (place.recorded(), place.server.failure) == ([], failure), "the first error is the cause"
-        seen = place.server.read("actor")
-        assert seen is not None
-        assert seen.detail == "goes on", "the launcher still sees what workers do"
+        assert list(place.server.stages()) == ["actor"], "the launcher still sees what workers do"
 
 
 def test_no_checkpoint_follows_records_that_could_not_be_written(tmp_path: Path) -> None:
@@ -340,21 +324,12 @@ def test_a_run_of_many_evaluations_has_few_open_files(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) - begin < 32
 
 
-class Broken(FileStream):
-    def __init__(self, where: str, error: Exception) -> None:
-        super().__init__()
-        self._where, self._error = where, error
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("_") and name == self._where:
-            raise self._error
-        return super().__getattribute__(name)
-
-
 @pytest.mark.parametrize("where", ["append", "read", "return_to", "commit"])
 @pytest.mark.parametrize("error", [StreamError("it can't; make room"), RuntimeError("a bug")], ids=["ours", "a bug"])
 def test_an_error_of_the_stream_ends_the_run_wherever_it_happens(where: str, error: Exception, tmp_path: Path) -> None:
-    with served(tmp_path, MANY, stream=Broken(where, error)) as place:
+    stream = FileStream()
+    setattr(stream, where, Mock(side_effect=error))
+    with served(tmp_path, MANY, stream=stream) as place:
         worker, trainer = place.connect(0, Asking), place.connect(TRAINER)
         worker.ask(1)
         worker.settled()

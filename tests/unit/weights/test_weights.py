@@ -228,9 +228,6 @@ def test_damage_in_the_buffer_is_found(file: Shared) -> None:
     os.pwrite(file.fd, b"\xff", contents.index(weights["x"].numpy().tobytes()) + 500)
     with pytest.raises(WeightUpdateError, match=f"version 0 arrived damaged: checksum .*, sent {digest}"):
         receiver.poll()
-    receiver.acknowledge(receipt(0, "", error="damaged"))
-    with pytest.raises(WeightUpdateError, match="did not apply weights of version 0: damaged"):
-        sender.receipts()
 
 
 def test_an_engine_that_does_not_answer_is_named(file: Shared) -> None:
