@@ -10,7 +10,7 @@ generation     The groups that it had in progress are counted as lost and start 
 preprocessing  The groups that it had read and not passed on are read again.
 
 Any other process, like the trainer, takes its session with it. Another session follows from the latest
-checkpoint (`Losses`).
+checkpoint (`run.Losses`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import inf
 
 import msgspec
 
-from pipelinerl.checkpoint import by_version
-from pipelinerl.errors import CrashLoopError, PipelineRLError, StageDiedError
+from pipelinerl.errors import CrashLoopError, StageDiedError
 from pipelinerl.files import write_atomically
 from pipelinerl.hub.admission import ProcessTotals
-from pipelinerl.launch.hosts.host import Host, Outcome, Worker
+from pipelinerl.launch.hosts.host import Attempts, Host, Worker
 from pipelinerl.launch.session import Session
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
@@ -43,44 +40,16 @@ from pipelinerl.types import (
     ActorProgress,
     EngineProgress,
     StageStatus,
+    TrainerProgress,
     trainer_progress,
 )
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Pause before the first restart of a process or a session. It doubles with each further one, up to the longest."""
 WORKED_S = 600.0
 """A process that has worked for so long after a restart has recovered: its restarts count from zero again."""
 PAUSES_KEPT = 256
 """Pauses for weight updates, of all ended processes of a role, that are published."""
 ENDED = "ended-"
 """How the names of the stages begin that have the totals of processes that died."""
-
-
-class Attempts:
-    """The ends of one thing, a process or the sessions of a run, which is started again at most `allowed` times in a row.
-
-    reports    why it ended each time since it last worked
-    pause_s    how long to wait before it is started again
-    due_s      when that is; None: it runs
-    restarts   how often it was started again, the last time at `began_s`
-    """
-
-    def __init__(self, allowed: int) -> None:
-        self.allowed, self.restarts, self.began_s, self.pause_s = allowed, 0, inf, FIRST_PAUSE_S
-        self.reports: list[str] = []
-        self.due_s: float | None = None
-
-    def after(self, why: str, what: str) -> str | None:
-        """It has ended. Returns what happens next, for the user; None if it ended too often."""
-        self.reports.append(why)
-        self.pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(len(self.reports) - 1, 16))
-        last = why.splitlines()[0].removesuffix("; the end of its log:").removesuffix(":")
-        line = f"{last}; {what} in {self.pause_s:g} s (restart {len(self.reports)} of {self.allowed})"
-        return line if len(self.reports) <= self.allowed else None
-
-    def all(self, head: str) -> str:
-        """All reports, numbered."""
-        return "\n".join([head, *(f"{number}. {report}" for number, report in enumerate(self.reports, start=1))])
 
 
 class Healing:
@@ -105,9 +74,8 @@ class Healing:
         looping = []
         for worker in dead:
             attempts = self.attempts.setdefault(worker.role, Attempts(self._session.config.launch.restarts))
-            if now - attempts.began_s >= WORKED_S:
-                attempts.reports.clear()
-            following = attempts.after(str(worker.failure()), "it is started again")
+            worked = now - attempts.began_s >= WORKED_S
+            following = attempts.after(str(worker.failure()), "it is started again", worked=worked)
             attempts.due_s = now + attempts.pause_s
             self._host.reap(worker)
             self._count(worker)
@@ -120,11 +88,19 @@ class Healing:
             raise CrashLoopError("\n".join(looping))
 
     def begin(self, now: float) -> Iterator[Worker]:
-        """Start the processes that are due, one at a time. Raises StageDiedError if one can't be started."""
+        """Start the processes that are due, one at a time. Raises StageDiedError if one can't be started.
+
+        A new process learns which evaluations have taken place, and which weights the run has come to.
+        """
+        run, plan = self._session.run, self._session.plan
         for role, attempts in self.attempts.items():
             if attempts.due_s is not None and now >= attempts.due_s:
+                trainer = trainer_progress(self._host.board.read(TRAINER)) or TrainerProgress()
+                evaluated = [record.version for record in read_records(run.evaluations, EvaluationRecord)]
+                version, latest = max(plan.version, trainer.published_version), max(evaluated, default=plan.evaluated)
+                known = msgspec.structs.replace(plan, version=version, evaluated=latest)
                 try:
-                    self._write_plan()
+                    write_atomically(run.plan, msgspec.json.encode(known), mode=0o600)
                     yield self._host.start(role)
                 except OSError as error:  # a full disk, or no memory for a process
                     raise StageDiedError(f"{attempts.reports[-1]}\nit can't be started again: {error}") from error
@@ -152,50 +128,3 @@ class Healing:
             for stage, progress in zip(stages, (engine, actor), strict=True):
                 board.publish(msgspec.structs.replace(status, stage=ENDED + stage, progress=progress))
         starting(board, stages, "has died and is started again")
-
-    def _write_plan(self) -> None:
-        """Tell the new process which evaluations have taken place, and which weights the run has come to."""
-        session, run = self._session, self._session.run
-        trainer = trainer_progress(self._host.board.read(TRAINER))
-        evaluated = [record.version for record in read_records(run.evaluations, EvaluationRecord)]
-        plan = msgspec.structs.replace(
-            session.plan,
-            version=max(session.plan.version, trainer.published_version if trainer else 0),
-            evaluated=max(evaluated, default=session.plan.evaluated),
-        )
-        write_atomically(run.plan, msgspec.json.encode(plan), mode=0o600)
-
-
-class Losses:
-    """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
-
-    attempts         those since the latest new checkpoint
-    error            why the latest session ended, if another one follows
-    records_from_s   of all these sessions: times in records include what a restart takes
-    """
-
-    def __init__(self, first: Session) -> None:
-        self.attempts, self.records_from_s = Attempts(first.config.launch.restarts), first.records_from_s
-        self.error: PipelineRLError | None = None
-
-    def follow(self, session: Session, outcome: Outcome) -> str | None:
-        """The line for the user if another session follows this one, which has ended."""
-        self.error = None
-        if not outcome.lost:
-            return None
-        attempts, latest = self.attempts, max(by_version(session.run.checkpoints), default=0)
-        if latest > session.plan.version:
-            attempts.reports.clear()
-        goes_on = "the run goes on from its latest checkpoint" if latest else "the run starts again"
-        if following := attempts.after(str(outcome.error), goes_on):
-            self.error, attempts.restarts = outcome.error, attempts.restarts + 1
-        return following
-
-    def counted(self, outcome: Outcome) -> Outcome:
-        """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
-        error, attempts = outcome.error, self.attempts
-        if error is not None and outcome.lost and len(attempts.reports) > 1:
-            lost = f"{len(attempts.reports)} sessions lost a process without a new checkpoint"
-            error = type(error)(attempts.all(f"{lost} (launch.restarts: {attempts.allowed}):"))
-        restarts = {**outcome.restarts, "run": attempts.restarts} if attempts.restarts else outcome.restarts
-        return replace(outcome, error=error, restarts=restarts)

@@ -6,27 +6,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console
 
-from pipelinerl.checkpoint import WEIGHTS_FOLDER, best_version, remove_unfinished, saved_versions
+from pipelinerl.checkpoint import WEIGHTS_FOLDER, best_version, by_version, remove_unfinished, saved_versions
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StageDiedError
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
-from pipelinerl.launch.hosts.host import FINISHED, LocalHost, Outcome
+from pipelinerl.launch.hosts.host import FINISHED, Attempts, LocalHost, Outcome
 from pipelinerl.launch.hosts.processes import run_processes
-from pipelinerl.launch.run_lock import (
-    RunLock,
-    errors_explained,
-    keep_settings,
-    last_plan,
-    lock_run_directory,
-)
+from pipelinerl.launch.run_lock import RunLock, errors_explained, keep_settings, last_plan, lock_run_directory
 from pipelinerl.launch.session import Session, StartPlan, write_session
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
@@ -36,9 +31,6 @@ from pipelinerl.resources.memory import bytes_by
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import RunView, make_view, output_that_never_fails
-
-if TYPE_CHECKING:
-    from pipelinerl.launch.restarts import Losses
 
 Began = Callable[[Path], str | None]
 
@@ -60,37 +52,76 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
         notices += changed_settings(config, RunDirectory(resume.absolute()))
     memory = check_before_the_start(config)
     notices += memory.lines
-    predicted = bytes_by("role", memory.uses)
-    losses: Losses | None = None
+    predicted, losses = bytes_by("role", memory.uses), Losses(config.launch.restarts, started_s)
     with output_that_never_fails(), errors_explained(), ExitStack() as stack:
         lock = stack.enter_context(closing(lock_run_directory(config, resume)))
         while True:
             try:
-                ended = _train_session(
-                    config, lock, predicted, losses, started_s, resumes=resume is not None, notices=notices, began=began
+                summary = _train_session(
+                    config,
+                    lock,
+                    bytes_by("role", memory.uses),
+                    losses,
+                    resumes=resume is not None,
+                    notices=notices,
+                    began=began,
                 )
             except PipelineRLError as error:
-                if losses is None or losses.error is None:
+                if losses.error is None:
                     raise
                 raise StageDiedError(f"{losses.error}\nthe run can't go on from its checkpoint: {error}") from error
-            if isinstance(ended, dict):
-                return ended
-            losses, resume, notices = ended, lock.run.root, []
-            time.sleep(losses.attempts.pause_s)
+            if summary is not None:
+                return summary
+            resume, notices = lock.run.root, []
+            time.sleep(losses.pause_s)
+
+
+class Losses(Attempts):
+    """The sessions of a run that lost a process which can't be replaced, and whether another session follows.
+
+    A new checkpoint begins the count again.
+
+    error            why the latest session ended, if another one follows
+    records_from_s   of all these sessions: times in records include what a restart takes
+    """
+
+    def __init__(self, allowed: int, records_from_s: float) -> None:
+        super().__init__(allowed)
+        self.records_from_s = records_from_s
+        self.error: PipelineRLError | None = None
+
+    def follow(self, session: Session, outcome: Outcome) -> str | None:
+        """The line for the user if another session follows this one, which has ended."""
+        self.error = None
+        if not outcome.lost:
+            return None
+        latest = max(by_version(session.run.checkpoints), default=0)
+        goes_on = "the run goes on from its latest checkpoint" if latest else "the run starts again"
+        if following := self.after(str(outcome.error), goes_on, worked=latest > session.plan.version):
+            self.error, self.restarts = outcome.error, self.restarts + 1
+        return following
+
+    def counted(self, outcome: Outcome) -> Outcome:
+        """The outcome of the last session, with the losses. If it was lost too, its error has all reports."""
+        error = outcome.error
+        if error is not None and outcome.lost and len(self.reports) > 1:
+            lost = f"{len(self.reports)} sessions lost a process without a new checkpoint"
+            error = type(error)(self.all(f"{lost} (launch.restarts: {self.allowed}):"))
+        restarts = {**outcome.restarts, "run": self.restarts} if self.restarts else outcome.restarts
+        return replace(outcome, error=error, restarts=restarts)
 
 
 def _train_session(
     config: RunConfig,
     lock: RunLock,
     predicted: Mapping[str, int],
-    losses: Losses | None,
-    started_s: float,
+    losses: Losses,
     *,
     resumes: bool,
     notices: Sequence[str],
     began: Began,
-) -> dict[str, Any] | Losses:
-    """One session, to its summary. Returns the losses if another one shall follow."""
+) -> dict[str, Any] | None:
+    """One session, to its summary. Returns None if another one shall follow."""
     run = lock.run
     with ExitStack() as stack:
         run_stages = stack.enter_context(_runner(config, lock))
@@ -109,15 +140,14 @@ def _train_session(
             inputs=inputs_of(config),
             predicted_memory_bytes=dict(predicted),
         )
-        records_from_s = losses.records_from_s if losses else started_s - plan.elapsed_s
-        session = Session(config, run, plan, make_schedule(config), records_from_s)
+        if not losses.restarts:
+            losses.records_from_s -= plan.elapsed_s
+        session = Session(config, run, plan, make_schedule(config), losses.records_from_s)
         write_session(session)
         if not run.config.exists():
             keep_settings(config, run)
         run.stop_request.unlink(missing_ok=True)
-        remove_unfinished(
-            run.checkpoints, run.root / WEIGHTS_FOLDER
-        )  # a trainer that was frozen can't install them any more
+        remove_unfinished(run.checkpoints, run.root / WEIGHTS_FOLDER)  # which a trainer that was frozen can't install now
         for stale in (run.statuses, *run.control.glob("*.ready.json")):
             stale.unlink(missing_ok=True)
         title = f"pipelinerl · {config.schedule.kind} · {Path(config.environment.kind).name} · {run.root}"
@@ -134,15 +164,11 @@ def _train_session(
 
             stack.enter_context(followed(run, config.metrics, view.say))
         outcome = run_stages(session, view)
-        if losses is None and outcome.lost:
-            from pipelinerl.launch.restarts import Losses  # noqa: PLC0415 - few runs need it
-
-            losses = Losses(session)
-        if losses is not None and (following := losses.follow(session, outcome)):
+        if following := losses.follow(session, outcome):
             view.say(following)
-            return losses
+            return None
         view.close()
-        return _conclude(session, losses.counted(outcome) if losses else outcome)
+        return _conclude(session, losses.counted(outcome))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig, Section
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.resources.machine import memory_of
-from pipelinerl.resources.memory import bytes_by, placed, predict, shape_of
+from pipelinerl.resources.memory import bytes_by, predict, shape_of
 from pipelinerl.resources.placement import Node, place, roles_of
 from pipelinerl.resources.shape import ModelShape
 from pipelinerl.types import MAX_RECEIVERS
@@ -143,7 +143,7 @@ def _fitting(config: RunConfig, given: Collection[str], gpus: Sequence[int], sha
         with suppress(ConfigError, UserError):  # not a combination, or more processes than GPUs
             sized = config_of_values(settings, config)
             places = place(roles_of(sized), [Node("here", "here", 1, len(gpus))], {})
-            needed = bytes_by("device", placed(predict(sized, shape), {found.role: found.gpus for found in places}))
+            needed = bytes_by("device", predict(sized, shape, {found.role: found.gpus for found in places}))
             if all(needed[f"cuda:{number}"] <= FILLED * room for number, room in enumerate(gpus)):
                 yield settings
 

@@ -15,17 +15,11 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import ModelLoadError, UserError
 from pipelinerl.models.folder import downloaded, find_model
 from pipelinerl.resources.machine import Memory, memory_of
-from pipelinerl.resources.roles import (
-    PREPROCESSING,
-    TRAINING,
-    generation_roles,
-    on_gpus,
-    rank_roles,
-    server_roles,
-)
+from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, on_gpus, rank_roles, server_roles
 from pipelinerl.resources.shape import ModelShape, read_shape
 
 HOST = "cpu"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 BETWEEN, REFERENCE = "weights between processes", "reference model"
 TORCH_PROCESS = 450 << 20
 """Bytes of Python with torch and transformers imported, without a model (measured, CPU)."""
@@ -65,47 +59,34 @@ class Use(NamedTuple):
 # ---- prediction
 
 
-def predict(config: RunConfig, shape: ModelShape) -> list[Use]:
-    """The peak memory of each process of the run.
+def predict(config: RunConfig, shape: ModelShape, gpus: Mapping[str, Sequence[int]] | None = None) -> list[Use]:
+    """The peak memory of each process of the run, on the GPUs of its machine that it has in `gpus`, or else as configured.
 
     A vLLM server on a GPU is there with what its slots need; it takes more, if nothing else is on its GPU. Not included: the
     groups in streams, and processes that the environment starts.
     """
-    engine, trainer, size = config.engine, config.trainer, _item_bytes(config) * shape.parameters
-    broadcast, delta = config.weights.kind == "collective", config.weights.encoding == "delta"
-    received = Use("staged weights", (1 + delta) * size * broadcast, _numbered(engine.device))
-    sent = Use("staged weights", (1 + 2 * delta) * size * broadcast, _numbered(trainer.device))
+    engine, trainer, size = config.engine, config.trainer, ITEM_BYTES[config.model.dtype] * shape.parameters
+    broadcast = config.weights.kind == "collective"
     processes: dict[str, list[Use]] = {}
     if config.launch.kind == "embedded":
         processes["embedded"] = [*_engine(config, shape), *_trainer(config, shape, 0), Use("weights handed over", size)]
     else:
-        computing = [*_engine(config, shape), received]
+        computing = _engine(config, shape)
         processes |= dict.fromkeys(generation_roles(config), computing if engine.kind == "local" else [])
         processes |= dict.fromkeys(server_roles(config), computing)
         if config.launch.preprocessor == "process":
             processes[PREPROCESSING] = [Use(REFERENCE, size * (trainer.kl_coefficient > 0), trainer.rank_device(0))]
-        for rank, role in enumerate([TRAINING, *rank_roles(config)]):
-            processes[role] = [*_trainer(config, shape, rank), *([] if rank else [sent])]
+        processes |= {role: _trainer(config, shape, rank) for rank, role in enumerate([TRAINING, *rank_roles(config)])}
     found = []
     for role, uses in processes.items():
         there = [use._replace(role=role) for use in uses if use.size]
-        gpus = dict.fromkeys(use.device for use in there if use.device != HOST)
-        found += [Use("the process itself", TORCH_PROCESS, role=role), *there]
-        found += [Use("CUDA", CUDA_CONTEXT, gpu, role=role) for gpu in gpus]
+        devices = dict.fromkeys(use.device for use in there if use.device != HOST)
+        there += [Use("CUDA", CUDA_CONTEXT, device, role=role) for device in devices]
+        to = dict(zip(devices, (f"cuda:{number}" for number in (gpus or {}).get(role, ())), strict=False))
+        found += [Use("the process itself", TORCH_PROCESS, role=role)]
+        found += [use._replace(device=to.get(use.device, use.device)) for use in there]
     if config.launch.kind != "embedded" and not broadcast and not engine.weights_dir:
         found.append(Use("weights in transfer", size if engine.kind == "local" else 2 * size))  # for servers, two files
-    return found
-
-
-def placed(uses: Sequence[Use], gpus: Mapping[str, Sequence[int]]) -> list[Use]:
-    """The uses of the processes in `gpus` on one machine, and of `BETWEEN`: each process has these GPUs of the machine."""
-    found = []
-    for role in dict.fromkeys(use.role for use in uses):
-        mine = [use for use in uses if use.role == role]
-        before = dict.fromkeys(use.device for use in mine if use.device != HOST)
-        to = dict(zip(before, (f"cuda:{number}" for number in gpus.get(role, ())), strict=False))
-        if role in gpus or role == BETWEEN:
-            found += [use._replace(device=to.get(use.device, use.device)) for use in mine]
     return found
 
 
@@ -119,25 +100,29 @@ def bytes_by(field: Literal["name", "device", "role"], uses: Sequence[Use]) -> C
 
 def _engine(config: RunConfig, shape: ModelShape) -> list[Use]:
     """An engine, or a server with one. Of vLLM on a GPU, only the sum of weights and of the rest on each GPU are known."""
-    engine, item, device = config.engine, _item_bytes(config), _numbered(config.engine.device)
-    length = shape.slot_length(engine.max_length)
+    engine, item = config.engine, ITEM_BYTES[config.model.dtype]
+    device = "cuda:0" if engine.device == "cuda" else engine.device
+    length, size = shape.slot_length(engine.max_length), item * shape.parameters
     width = 3 * shape.feed_forward + 4 * shape.hidden + 4 * shape.query_width
     activations = min(engine.prefill_tokens, engine.slots * length) * width * item + 4 * engine.slots * shape.vocabulary * 4
+    head = 4 * shape.vocabulary * shape.hidden * (item != 4 and config.model.head_dtype is not None)
     packed = item * sum(map(prod, shape.linears.values())) if engine.device == "cpu" and item == 4 else 0
     uses = [
-        Use("weights", item * shape.parameters, device),
+        Use("weights", size, device),
         Use("KV cache", engine.slots * (shape.kv_width * length * item + shape.state * 4), device),  # states are in float32
         Use("activations", activations, device, varies=True),
         Use("packed weights", packed, varies=True),  # in the layout of the kernels, if the forward can be exported
-        Use("head in float32", _head_bytes(config, shape), device),
+        Use("head in float32", head, device),
     ]
+    staged = int(engine.kind != "local")  # an update of a server, as it arrives
+    if config.weights.kind == "collective":
+        staged = 2 if config.weights.encoding == "delta" else 1
     if engine.kind == "vllm" and device != HOST:
         workers, first = engine.vllm_workers, int(device.partition(":")[2])
-        sizes = [(uses[0].size // workers, False), (sum(use.size for use in uses[1:]) // workers, True)]
-        return [Use(VLLM, size, f"cuda:{first + number}", varies) for number in range(workers) for size, varies in sizes]
-    if engine.kind != "local" and config.weights.kind == "shared":
-        uses.append(Use("staged weights", uses[0].size, device))  # an update as it arrives
-    return uses
+        sizes = [(size // workers, False), (sum(use.size for use in uses[1:]) // workers, True)]
+        uses = [Use(VLLM, part, f"cuda:{first + number}", varies) for number in range(workers) for part, varies in sizes]
+        staged *= config.weights.kind == "collective"
+    return [*uses, Use("staged weights", staged * size, device)]
 
 
 def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
@@ -148,7 +133,7 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
     values as attention uses them, and its output), and 4 x the MLP's width (between the MLP's products). With gradient
     checkpointing it keeps the input of each layer, and all of this for one layer.
     """
-    trainer, item, lora, ranks = config.trainer, _item_bytes(config), config.model.lora, config.trainer.ranks
+    trainer, item, lora, ranks = config.trainer, ITEM_BYTES[config.model.dtype], config.model.lora, config.trainer.ranks
     device, size, rows = trainer.rank_device(rank), item * shape.parameters, -(-shape.parameters // ranks)
     adapted = [sizes for name, sizes in shape.linears.items() if name != shape.head]
     trained = rows if lora is None else sum(lora.rank * sum(sizes) for sizes in adapted)
@@ -160,12 +145,22 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
     gathered += (item + 5) * (ends + layer) * sharded  # as computed, joined in float32 to be sent, and what comes back
     tokens = min(trainer.micro_batch_tokens, -(-trainer.batch_size // ranks) * shape.slot_length(config.engine.max_length))
     kept_of_layer = 7 * shape.hidden + 4 * shape.query_width + 4 * shape.feed_forward
-    whole_layers = 1 if trainer.gradient_checkpointing else shape.layers
-    kept = (shape.layers * shape.hidden * trainer.gradient_checkpointing + whole_layers * kept_of_layer) * item
     # Norms are computed in float32: with a narrower type, their inputs and outputs exist a second time.
-    kept += 0 if item == 4 else 4 * 4 * shape.hidden * whole_layers
+    kept_of_layer = item * kept_of_layer + 4 * 4 * shape.hidden * (item != 4)
+    inputs = item * shape.layers * shape.hidden
+    kept = inputs + kept_of_layer if trainer.gradient_checkpointing else shape.layers * kept_of_layer
     published = size if lora is None else item * sum(map(prod, adapted))  # merged copies of the layers with adapters
     refers = trainer.kl_coefficient > 0 and config.launch.preprocessor != "process" and lora is None
+    sent = (3 if config.weights.encoding == "delta" else 1) * (config.weights.kind == "collective")
+    head = 4 * shape.vocabulary * shape.hidden * (item != 4)
+    # The logits of a micro-batch; or those of a chunk, with two temporaries, and the head's gradient in float32.
+    item_of_logits, chunk, every = 4 if config.model.head_dtype else item, trainer.head_chunk, tokens * shape.vocabulary
+    logits = every * item_of_logits
+    if chunk != 0 and (chunk != "auto" or every > LOGITS_AT_ONCE):
+        chunked = min(HEAD_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocabulary * (item_of_logits + 2 * 4)
+        chunked += head * (lora is None)
+        # Fewer tokens may be sampled: their logits may be below the limit.
+        logits = max(chunked, LOGITS_AT_ONCE * item_of_logits * (chunk == "auto"))
     return [
         Use("weights", (4 if sharded else item) * rows, device),  # ranks have the master copy
         Use("master weights in float32", (4 + item) * trained * (alone and item != 4), device),  # and gradients as computed
@@ -174,36 +169,11 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
         Use("gathered weights", gathered * (ranks > 1), device),
         Use("weights to be published", published * (rank == 0 and not alone), HOST if ranks > 1 else device),
         Use("activations", int(ALLOCATOR * tokens * kept), device, varies=True),
-        Use("logits", _logit_bytes(config, shape, tokens), device, varies=True),
-        Use("head in float32", _head_bytes(config, shape), device),
+        Use("logits", logits, device, varies=True),
+        Use("head in float32", head * (config.model.head_dtype is not None), device),  # made for each forward
         Use(REFERENCE, -(-size // ranks) * refers, device),  # with adapters, it is the model without them
+        Use("staged weights", sent * size * (rank == 0), device),
     ]
-
-
-def _logit_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
-    """The logits of a micro-batch; or those of a chunk, with two temporaries, and the head's gradient in float32."""
-    item, chunk = 4 if config.model.head_dtype else _item_bytes(config), config.trainer.head_chunk
-    every = tokens * shape.vocabulary
-    if chunk == 0 or (chunk == "auto" and every <= LOGITS_AT_ONCE):
-        return every * item
-    rows = min(HEAD_CHUNK if chunk == "auto" else chunk, tokens)
-    gradient = 4 * shape.vocabulary * shape.hidden if config.model.lora is None and _item_bytes(config) != 4 else 0
-    in_chunks = rows * shape.vocabulary * (item + 2 * 4) + gradient
-    # Fewer tokens may be sampled: their logits may be below the limit.
-    return in_chunks if chunk != "auto" else max(in_chunks, LOGITS_AT_ONCE * item)
-
-
-def _head_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """The float32 copy of a narrower model's output head: an engine keeps one, a trainer makes one for each forward."""
-    return 4 * shape.vocabulary * shape.hidden if config.model.head_dtype and _item_bytes(config) != 4 else 0
-
-
-def _item_bytes(config: RunConfig) -> int:
-    return {"float32": 4, "bfloat16": 2}[config.model.dtype]
-
-
-def _numbered(device: str) -> str:
-    return "cuda:0" if device == "cuda" else device
 
 
 # ---- judgement: the prediction against a machine
@@ -223,13 +193,13 @@ def check_memory(config: RunConfig) -> MemoryCheck:
     """
     if (shape := shape_of(config)) is None:
         return MemoryCheck([f"memory: not predicted (the sizes of model {config.model.path!r} are not known here)"])
-    uses = predict(config, shape)
-    if config.launch.kind == "ray":
-        return MemoryCheck([f"memory: up to {_gigabytes(sum(use.size for use in uses))} on all machines"], uses)
     if config.launch.kind == "processes" and on_gpus(config):
         from pipelinerl.resources.placement import place_here  # noqa: PLC0415 - only on GPUs
 
-        uses = placed(uses, {place.role: place.gpus for place in place_here(config)[0]})
+        return judge(predict(config, shape, {place.role: place.gpus for place in place_here(config)[0]}))
+    uses = predict(config, shape)
+    if config.launch.kind == "ray":
+        return MemoryCheck([f"memory: up to {_gigabytes(sum(use.size for use in uses))} on all machines"], uses)
     return judge(uses)
 
 
@@ -263,17 +233,18 @@ def judge(uses: Sequence[Use], memory_of: Callable[[str], Memory | None] = memor
         if memory is None or most <= memory.free:
             continue
         largest = bytes_by("name", here).most_common(5)
-        advice = dict.fromkeys(ADVICE[name] for name, _ in largest if name in ADVICE)
-        table = ", ".join(f"{name} {_gigabytes(size)}" for name, size in largest)
-        details = f"({table}); {'; '.join([*advice, 'set model.dtype to bfloat16'])}; or take a smaller model"
-        there = f"there are {_gigabytes(memory.total)}"
+        advice = [*dict.fromkeys(ADVICE[name] for name, _ in largest if name in ADVICE), "set model.dtype to bfloat16"]
+        needs = f"needs at least {_gigabytes(least)} of memory{on}"
+        if least <= memory.total:
+            needs = f"may need {_gigabytes(most)} of memory{on} if prompts and answers are as long as they may be"
+        line = (
+            f"the run {needs}, and there are {_gigabytes(memory.total)}, of which {_gigabytes(memory.free)} are free now "
+            f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in largest)}); {'; '.join(advice)}; or take a smaller "
+            "model"
+        )
         if least > memory.total:
-            raise UserError(f"the run needs at least {_gigabytes(least)} of memory{on}, and {there} {details}")
-        if most > memory.total:
-            why = f" if prompts and answers are as long as they may be, and {there}"
-        else:
-            why = f", and only {_gigabytes(memory.free)} are free now: other processes use the rest"
-        warnings.append(f"warning: the run may need {_gigabytes(most)} of memory{on}{why} {details}")
+            raise UserError(line)
+        warnings.append(f"warning: {line}")
     by_role = ", ".join(f"{role} {_gigabytes(size)}" for role, size in bytes_by("role", uses).items())
     return MemoryCheck([f"memory: {' and '.join(sums)} ({by_role})", *warnings], uses)
 
@@ -293,8 +264,8 @@ def share_for_vllm(config: RunConfig, memory_of: Callable[[str], Memory | None] 
     servers = server_roles(config)[: None if numbered else 1]  # without a number, each process has GPUs of its own
     with_trainer = numbered and ":" in config.trainer.device
     sharing = [use for use in predict(config, shape) if with_trainer or use.role in servers]
-    gpus = sorted({use.device for use in sharing if use.name == VLLM})
-    others = max(sum(use.size for use in sharing if use.device == gpu and use.name != VLLM) for gpu in gpus)
-    weights = sum(use.size for use in sharing if use.device == gpus[0] and use.name == VLLM and not use.varies)
-    left = max(memory.total - others, weights)
+    weights = bytes_by("device", [use for use in sharing if use.name == VLLM and not use.varies])
+    rest = bytes_by("device", [use for use in sharing if use.name != VLLM])
+    others = max(rest[gpu] for gpu in weights)
+    left = max(memory.total - others, *weights.values())
     return None if others <= CUDA_CONTEXT else min(VLLM_SHARE, left / memory.total / len(servers))

@@ -106,10 +106,12 @@ def place(roles: Sequence[Role], machines: Sequence[Node], pins: Mapping[str, st
             fitting = [machine for machine in wanted if len(free_gpus[machine.name]) >= role.gpus]
         if not fitting:
             rooms = ", ".join(f"{len(free_gpus[machine.name])} of {machine.gpus} on {machine.name}" for machine in wanted)
+            what = f"{role.gpus} free GPUs" if role.at is None else f"a GPU cuda:{role.at + role.gpus - 1}"
+            using = ", ".join(f"{one.name} {one.gpus}" for one in roles if one.gpus)
             raise UserError(
-                f"no machine has {role.gpus} free GPUs for {role.name}: the run's {len(roles)} processes need "
-                f"{sum(one.gpus for one in roles)} GPUs in all; when it is placed, {rooms} are free; add machines, or use "
-                "fewer engines"
+                f"no machine has {what} for {role.name}: the run's processes need {sum(one.gpus for one in roles)} GPUs in "
+                f"all ({using}); when it is placed, {rooms} are free; add machines, lower engine.processes, engine.servers "
+                "or trainer.ranks, or (without Ray) share a GPU: --engine.device cuda:0 --trainer.device cuda:0"
             )
         near = places[role.beside].machine if role.beside in places else None
         ranked = [(one.name == near, len(free_gpus[one.name]), free_cpus[one.name]) for one in fitting]
@@ -131,20 +133,8 @@ def place_here(config: RunConfig) -> tuple[list[Placement], Node]:
         import torch  # noqa: PLC0415 - takes seconds
 
         gpus = torch.cuda.device_count()
-    machine, roles = Node("this machine", "this machine", usable_cores(), gpus), roles_of(config)
-    named = {gpu for role in roles if role.at is not None for gpu in range(role.at, role.at + role.gpus)}
-    if missing := [at for at in sorted(named) if at >= gpus]:
-        raise UserError(f"the run file names the GPU cuda:{missing[0]}, and this machine has {gpus}, from cuda:0 on")
-    own, free = [role.name for role in roles if role.at is None for _ in range(role.gpus)], gpus - len(named)
-    if len(own) > free:
-        share = "name a GPU that processes shall share, like --engine.device cuda:0"
-        if gpus == config.trainer.ranks == 1:
-            share = "let both ends share the GPU: --engine.device cuda:0 --trainer.device cuda:0"
-        raise UserError(
-            f"on device cuda each process has a GPU of its own; this run needs {len(own)} ({', '.join(own)}), and {free} of "
-            f"this machine's {gpus} are free. Lower engine.processes, engine.servers or trainer.ranks, or {share}"
-        )
-    return place(roles, [machine], {}), machine
+    machine = Node("this machine", "this machine", usable_cores(), gpus)
+    return place(roles_of(config), [machine], {}), machine
 
 
 def visible_gpus(config: RunConfig, places: Sequence[Placement], outer: str | None) -> dict[str, str]:

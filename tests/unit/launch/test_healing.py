@@ -21,7 +21,8 @@ from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.launch.hosts.host import Outcome, make_hub, worker_kind
 from pipelinerl.launch.hosts.processes import Processes, replaceable_roles
-from pipelinerl.launch.restarts import Healing, Losses
+from pipelinerl.launch.restarts import Healing
+from pipelinerl.launch.run import Losses
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
 from pipelinerl.launch.stages import training
 from pipelinerl.metrics.statistics import actor_total
@@ -290,7 +291,7 @@ def ended(error: str, *, lost: bool = True) -> Outcome:
 
 
 def test_sessions_follow_until_too_many_made_no_checkpoint(run: Run) -> None:
-    losses = Losses(run.session)
+    losses = Losses(run.config.launch.restarts, 0.0)
     for number, pause_s in ((1, 0.5), (2, 1.0), (3, 2.0)):
         message = losses.follow(run.session, ended(f"death {number}"))
         assert message == f"death {number}; the run starts again in {pause_s:g} s (restart {number} of 3)"
@@ -302,7 +303,7 @@ def test_sessions_follow_until_too_many_made_no_checkpoint(run: Run) -> None:
 
 
 def test_a_new_checkpoint_begins_the_count_again(run: Run) -> None:
-    losses = Losses(run.session)
+    losses = Losses(run.config.launch.restarts, 0.0)
     for number in range(5):
         (run.directory.checkpoints / f"step_{10 * number + 4:08d}").mkdir(parents=True)
         message = losses.follow(after(run.session, max(0, 10 * number - 6)), ended("death")) or ""

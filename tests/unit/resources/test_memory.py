@@ -27,7 +27,6 @@ from pipelinerl.resources.memory import (
     bytes_by,
     check_memory,
     judge,
-    placed,
     predict,
     share_for_vllm,
 )
@@ -250,7 +249,7 @@ def test_a_vllm_server_takes_what_its_slots_need_on_each_of_its_gpus() -> None:
     assert predicted(*VLLM, "--engine.device=cuda")["server-0"]["vLLM"] == needed
     flags = [*VLLM, "--engine.device=cuda:1", "--engine.vllm_args=[--tensor-parallel-size=2]"]
     parallel = predict(load_config(None, flags), BILLION)
-    elsewhere = placed(parallel, {"server-0": (5, 3)})
+    elsewhere = predict(load_config(None, flags), BILLION, {"server-0": (5, 3)})
     for prediction, gpus in ((parallel, ("cuda:1", "cuda:2")), (elsewhere, ("cuda:5", "cuda:3"))):
         for gpu in gpus:
             halves = [part for part in prediction if part.device == gpu and part.name == "vLLM"]
@@ -370,7 +369,7 @@ def test_only_what_can_not_fit_is_refused() -> None:
     least, most = sums()
     assert least < most
     assert "if prompts and answers are as long as they may be" in judged(least + 0.1).lines[1]
-    assert "only 5.0 GB are free now" in judged(most + 1, 5).lines[1]
+    assert "of which 5.0 GB are free now" in judged(most + 1, 5).lines[1]
     assert len(judged(most + 1, most + 0.5).lines) == len(judged(most + 1).lines) == 1
     assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).lines[0]
     on_gpu = predict(load_config(None, ["--trainer.device=cuda:0"]), BILLION)

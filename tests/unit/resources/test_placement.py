@@ -175,11 +175,15 @@ def test_on_this_machine_a_gpu_is_shared_only_if_it_is_named(
 @pytest.mark.parametrize(
     ("flags", "gpus", "message"),
     [
-        (f"{CUDA} --engine.processes=8", 8, r"needs 9 \(training, generation-0, .*\), and 8 of this machine's 8 are free"),
-        (f"{CUDA} --engine.kind=http --engine.servers=8", 8, r"needs 9 \(training, server-0, .* Lower .* engine.servers"),
-        (CUDA, 1, r"needs 2 .*let both ends share the GPU: --engine.device cuda:0 --trainer.device cuda:0$"),
-        ("--engine.device=cuda --trainer.device=cuda:0", 1, r"needs 1 \(generation\), and 0 of this machine's 1 are free"),
-        ("--trainer.device=cuda:1 --trainer.ranks=4", 4, r"names the GPU cuda:4, and this machine has 4, from cuda:0 on"),
+        (f"{CUDA} --engine.processes=8", 8, r"need 9 GPUs in all \(training 1, generation-0 1, .* 0 of 8 on this machine"),
+        (f"{CUDA} --engine.kind=http --engine.servers=8", 8, r"need 9 GPUs .*\(training 1, server-0 1, .* engine.servers"),
+        (CUDA, 1, r"need 2 .*share a GPU: --engine.device cuda:0 --trainer.device cuda:0$"),
+        (
+            "--engine.device=cuda --trainer.device=cuda:0",
+            1,
+            r"has 1 free GPUs for generation: .* 0 of 1 on this machine",
+        ),
+        ("--trainer.device=cuda:1 --trainer.ranks=4", 4, r"no machine has a GPU cuda:4 for training-rank-3.* of 4 on this"),
     ],
 )
 def test_more_processes_than_gpus_are_refused_with_numbers(

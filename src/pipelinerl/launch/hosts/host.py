@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -48,6 +49,8 @@ from pipelinerl.status.board import MemoryBoard
 from pipelinerl.types import StageStatus
 
 FINISHED = "finished"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Pause before the first restart of a process or a session. It doubles with each further one, up to the longest."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,33 @@ class Outcome:
         if isinstance(self.error, RunInterruptedError):
             return "interrupted"
         return f"failed: {self.error}"
+
+
+class Attempts:
+    """The ends of one thing, a process or the sessions of a run, which is started again at most `allowed` times in a row.
+
+    reports    why it ended each time since it last worked
+    pause_s    how long to wait before it is started again
+    due_s      when that is; None: it runs
+    restarts   how often it was started again, the last time at `began_s`
+    """
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed, self.restarts, self.began_s, self.pause_s = allowed, 0, inf, FIRST_PAUSE_S
+        self.reports: list[str] = []
+        self.due_s: float | None = None
+
+    def after(self, why: str, what: str, *, worked: bool) -> str | None:
+        """It has ended, perhaps after it `worked`. Returns what happens next, for the user; None if it ended too often."""
+        self.reports = [*([] if worked else self.reports), why]
+        self.pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(len(self.reports) - 1, 16))
+        last = why.splitlines()[0].removesuffix("; the end of its log:").removesuffix(":")
+        line = f"{last}; {what} in {self.pause_s:g} s (restart {len(self.reports)} of {self.allowed})"
+        return line if len(self.reports) <= self.allowed else None
+
+    def all(self, head: str) -> str:
+        """All reports, numbered."""
+        return "\n".join([head, *(f"{number}. {report}" for number, report in enumerate(self.reports, start=1))])
 
 
 def interruption(session: Session) -> RunInterruptedError:

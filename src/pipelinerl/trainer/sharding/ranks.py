@@ -101,11 +101,29 @@ def join(
     Raises UserError if this PyTorch lacks the backend, and RankLostError: if the others do not start within `start_s`, if
     one does not have `key`, and in place of the errors of operations that a rank has left.
     """
-    with _broken_operations_explained():
-        rendezvous = _meet(config, rank, meeting, key, start_s)
-        with closing(rendezvous):
-            yield _form(config, rank, rendezvous, key, start_s=start_s, stall_s=stall_s, one_gpu=one_gpu)
-            distributed.destroy_process_group()  # not after an error: it would wait for operations that never end
+    device = torch.device(config.rank_device(0 if one_gpu else rank))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not distributed.is_available() or not distributed.is_backend_available(backend):
+        raise UserError(f"trainer.ranks: this PyTorch ({torch.__version__}) has no {backend}")
+    with _broken_operations_explained(), closing(_meet(config, rank, meeting, key, start_s)) as rendezvous:
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
+            torch.cuda.set_device(device)
+        gloo: Any = partial(gloo_group, host=rendezvous.host)
+        distributed.Backend.register_backend(_GLOO, gloo, devices=["cpu", "cuda"])
+        distributed.init_process_group(
+            _GLOO if backend == "gloo" else f"cpu:{_GLOO},cuda:{backend}",
+            store=rendezvous.store,
+            rank=rank,
+            world_size=config.ranks,
+            timeout=timedelta(seconds=stall_s),
+        )
+        try:
+            prove_members(distributed.group.WORLD, key, rank=rank, size=config.ranks, bound_s=start_s)
+        except ProtocolError as error:
+            raise RankLostError(f"the ranks of the trainer can't exchange tensors: {error}") from error
+        yield Team(rank, config.ranks, init_device_mesh(device.type, (config.ranks,)), device, start_s)
+        distributed.destroy_process_group()  # not after an error: it would wait for operations that never end
 
 
 def _meet(
@@ -128,34 +146,6 @@ def _meet(
             raise RankLostError(f"{', '.join(missing)} of the trainer did not start within {start_s:g} s")
         time.sleep(POLL_S)
     return rendezvous
-
-
-def _form(
-    config: TrainerConfig, rank: int, rendezvous: Rendezvous, key: str, *, start_s: float, stall_s: float, one_gpu: bool
-) -> Team:
-    """Form the default group of torch.distributed, and prove to its members that this one has `key`, as they have."""
-    device = torch.device(config.rank_device(0 if one_gpu else rank))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if not distributed.is_available() or not distributed.is_backend_available(backend):
-        raise UserError(f"trainer.ranks: this PyTorch ({torch.__version__}) has no {backend}")
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise the mesh chooses another GPU
-        torch.cuda.set_device(device)
-
-    gloo: Any = partial(gloo_group, host=rendezvous.host)
-    distributed.Backend.register_backend(_GLOO, gloo, devices=["cpu", "cuda"])
-    distributed.init_process_group(
-        _GLOO if backend == "gloo" else f"cpu:{_GLOO},cuda:{backend}",
-        store=rendezvous.store,
-        rank=rank,
-        world_size=config.ranks,
-        timeout=timedelta(seconds=stall_s),
-    )
-    try:
-        prove_members(distributed.group.WORLD, key, rank=rank, size=config.ranks, bound_s=start_s)
-    except ProtocolError as error:
-        raise RankLostError(f"the ranks of the trainer can't exchange tensors: {error}") from error
-    return Team(rank, config.ranks, init_device_mesh(device.type, (config.ranks,)), device, start_s)
 
 
 @contextmanager
