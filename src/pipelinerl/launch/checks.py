@@ -46,8 +46,8 @@ def check_before_the_start(config: RunConfig) -> MemoryCheck:
     named = (named or bool(config.evaluation.sets)) and config.launch.kind != "embedded"
     if not (functions or named or config.metrics.callback is not None):
         return memory
-    report = try_environment(config, attempts=functions)
-    return memory._replace(lines=[*memory.lines, *(f"warning: {warning}" for warning in report.warnings)])
+    found = try_environment(config, attempts=functions).lines
+    return memory._replace(lines=[*memory.lines, *(line for line in found if line.startswith("warning: "))])
 
 
 def check_without_running(config: RunConfig) -> MemoryCheck:
@@ -80,10 +80,9 @@ def check_without_running(config: RunConfig) -> MemoryCheck:
 
 
 class TryoutReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a successful trial: what it found, and what is doubtful, as lines of text."""
+    """The result of a successful trial: what it found, and warnings, as lines of text."""
 
     lines: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 TryoutMessage = str | tuple[str, str] | TryoutReport
@@ -171,10 +170,8 @@ def dry_run(config: RunConfig) -> list[str]:
 
         places, here = place_here(config)
         placement = placement_lines(places, [here])
-    report = try_environment(config)
     uses = [
         f"  {use.role:<26} {use.name:<30} {'up to ' * use.varies + f'{use.size / 1e6:.0f} MB':>18}  {use.device}"
         for use in memory.uses
     ]
-    warnings = [*memory.lines[1:], *(f"warning: {warning}" for warning in report.warnings)]
-    return [*chosen, *placement, memory.lines[0], *uses, *report.lines, *warnings]
+    return [*chosen, *placement, memory.lines[0], *uses, *memory.lines[1:], *try_environment(config).lines]

@@ -16,7 +16,7 @@ from rich.console import Console
 from pipelinerl.checkpoint import WEIGHTS_FOLDER, best_version, by_version, remove_unfinished, saved_versions
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, StageDiedError
+from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, StageDiedError
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
 from pipelinerl.launch.hosts.host import FINISHED, Attempts, LocalHost, Outcome
@@ -57,15 +57,8 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
         lock = stack.enter_context(closing(lock_run_directory(config, resume)))
         while True:
             try:
-                summary = _train_session(
-                    config,
-                    lock,
-                    bytes_by("role", memory.uses),
-                    losses,
-                    resumes=resume is not None,
-                    notices=notices,
-                    began=began,
-                )
+                resumes = resume is not None
+                summary = _train_session(config, lock, predicted, losses, resumes=resumes, notices=notices, began=began)
             except PipelineRLError as error:
                 if losses.error is None:
                     raise
@@ -209,14 +202,16 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
 
     Raises RunDirectoryError if records can't be read or the summary can't be written.
     """
-    run, plan = session.run, session.plan
+    run, plan, status = session.run, session.plan, FINISHED
+    if outcome.error is not None:
+        status = "interrupted" if isinstance(outcome.error, RunInterruptedError) else f"failed: {outcome.error}"
     summary = summarize(
         session.config,
         read_records(run.metrics, StepRecord),
         read_records(run.evaluations, EvaluationRecord),
         outcome.statuses,
         wall_s=outcome.wall_s,
-        status=outcome.status,
+        status=status,
         stream_rollouts=outcome.stream_rollouts,
         earlier_rollouts=plan.settled + sum(kept.left for kept in plan.kept),
         peak_memory_bytes={role: peak.host for role, peak in outcome.peak_memory.items()},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -127,15 +128,11 @@ def fresh_directory(kind: str, schedule: str) -> Path:
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(kind.partition(':')[0]).stem}-{schedule}"
     runs = Path("runs").absolute()
     runs.mkdir(parents=True, exist_ok=True)
-    path, number = runs / stem, 1
-    while True:
-        try:
-            path.mkdir()
-        except FileExistsError:
-            number += 1
-            path = runs / f"{stem}-{number}"
-        else:
-            return path
+    for number in itertools.count(1):
+        with suppress(FileExistsError):
+            (path := runs / (stem if number == 1 else f"{stem}-{number}")).mkdir()
+            break
+    return path
 
 
 def last_plan(run: RunDirectory) -> StartPlan | None:

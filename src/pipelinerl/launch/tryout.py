@@ -150,10 +150,9 @@ async def try_environment(
         ),
         *([f"  {found} held-out problems (evaluation.problems: {config.evaluation.problems})"] if found else []),
     ]
-    return TryoutReport(
-        lines=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config), *lines),
-        warnings=() if fits else (f"the first prompt does not fit {fit}: such rollouts are dropped",),
-    )
+    if not fits:
+        lines.append(f"warning: the first prompt does not fit {fit}: such rollouts are dropped")
+    return TryoutReport(lines=(*(f"model: {note}" for note in contract.notes), *notes_of(environment, config), *lines))
 
 
 if __name__ == "__main__":

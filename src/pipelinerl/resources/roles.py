@@ -48,11 +48,6 @@ def stages_of(config: RunConfig, role: str) -> list[str]:
     return {TRAINING: [TRAINER], PREPROCESSING: [PREPROCESSOR]}.get(role, [])
 
 
-def worker_stages(config: RunConfig) -> list[str]:
-    """Those of all processes."""
-    return [stage for role in worker_roles(config) for stage in stages_of(config, role)]
-
-
 def on_gpus(config: RunConfig) -> bool:
     """Whether any of the processes computes on a CUDA device."""
     return config.engine.device.startswith("cuda") or config.trainer.device.startswith("cuda")

@@ -69,14 +69,6 @@ class Outcome:
     restarts: Mapping[str, int] = field(default_factory=dict)
     lost: bool = False
 
-    @property
-    def status(self) -> str:
-        if self.error is None:
-            return FINISHED
-        if isinstance(self.error, RunInterruptedError):
-            return "interrupted"
-        return f"failed: {self.error}"
-
 
 class Attempts:
     """The ends of one thing, a process or the sessions of a run, which is started again at most `allowed` times in a row.

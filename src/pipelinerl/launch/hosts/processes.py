@@ -36,7 +36,7 @@ from pipelinerl.launch.hosts.host import Host, Outcome, Worker, interruption, na
 from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.launch.session import Session
 from pipelinerl.process import Interrupts, counted_interrupts
-from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, worker_roles, worker_stages
+from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, stages_of, worker_roles
 from pipelinerl.status.board import last_statuses, write_statuses
 from pipelinerl.status.view import RunView
 from pipelinerl.status.watchdog import Watchdog
@@ -67,7 +67,8 @@ class Processes:
         self.started: list[Worker] = []
         self.replaceable = replaceable_roles(session.config)
         self.healing: Healing | None = None
-        self._stages, self._loaded = worker_stages(session.config), False
+        self._stages = [stage for role in worker_roles(session.config) for stage in stages_of(session.config, role)]
+        self._loaded = False
 
     @property
     def workers(self) -> list[Worker]:

@@ -55,27 +55,23 @@ def run_generation(session: Session, hub: HubClient, index: int) -> None:
     """Generation process number `index`, to its end."""
     torch.set_num_threads(session.here.threads)
     admission, stopping = Claims(hub, session.schedule), threading.Event()
-    with closing(_receiver(session, hub, index)) as receiver:
+    config, device = session.config, session.config.engine.device
+    if config.engine.kind != "local":
+        receiver = Receiver(hub)
+    elif config.weights.kind == "collective":  # the engine joins a broadcast when it has loaded its model
+        from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415 - few runs need it
+
+        name, timeout_s = generation_stages(config.engine.processes)[index].engine, config.launch.startup_timeout_s
+        joins = partial(CollectiveWeightReceiver, hub, session.plan.weights_key, index, torch.device(device))
+        receiver = joins(name=name, timeout_s=timeout_s)
+    else:
+        receiver = SharedWeightReceiver(session.here.weights, hub, device)
+    with closing(receiver):
         lines = partial(RecordLines, hub, session.run.root)
         generation = Generation(session, hub, admission, receiver, lines=lines, index=index)
         gc.collect()
         gc.freeze()  # the objects of the model and the libraries live until the end
         asyncio.run(generation.run(stop=stop_on_sigterm(stopping)))
-
-
-def _receiver(session: Session, hub: HubClient, index: int) -> Receiver:
-    """The engine's end of the weight transfer. The engine joins a broadcast when it has loaded its model."""
-    config = session.config
-    if config.engine.kind != "local":
-        return Receiver(hub)
-    if config.weights.kind == "collective":
-        from pipelinerl.weights.broadcast.receiver import CollectiveWeightReceiver  # noqa: PLC0415 - few runs need it
-
-        key, device = session.plan.weights_key, torch.device(config.engine.device)
-        name = generation_stages(config.engine.processes)[index].engine
-        timeout_s = config.launch.startup_timeout_s
-        return CollectiveWeightReceiver(hub, key, index, device, name=name, timeout_s=timeout_s)
-    return SharedWeightReceiver(session.here.weights, hub, config.engine.device)
 
 
 class Generation:
