@@ -36,7 +36,8 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".txt": "text"}
 SHOWN = {
     "pipelinerl.types": ("Problem", "Rollout", "Turn", "Completion", "VersionSpan"),
     "pipelinerl.interfaces": ("GenerationClient", "Environment"),
-    "pipelinerl.environments.single_turn": ("Task", "JudgedTurn", "Judgement"),
+    "pipelinerl.environments.single_turn": ("Task", "Score"),
+    "pipelinerl.environments.chat.tool_use": ("ToolTask",),
 }
 """What the reference shows beside everything that these packages export."""
 PACKAGES = ("pipelinerl", "pipelinerl.environments", "pipelinerl.engine")

@@ -224,26 +224,22 @@ def read_split(data: Files, held_out: float | Files, check: Check, key: Callable
         return row
 
     problems = read_problems(data, payload)
+    return split(problems, held_out if isinstance(held_out, float) else read_problems(held_out, payload), key, data)
+
+
+def split(problems: list[Problem], held_out: float | list[Problem], key: Callable[[Problem], str], data: Files) -> Split:
+    """Train on the problems of `data` that are not held out. Problems with the same key are in the same part.
+
+    A share of the keys to hold out is rounded up, but is never all; a hash of the key decides, not the order of the file.
+    Raises EnvironmentSetupError if no problem is left.
+    """
     if isinstance(held_out, float):
-        return split(problems, held_out, key)
-    return without(problems, read_problems(held_out, payload), key, data)
-
-
-def without(problems: list[Problem], held_out: list[Problem], key: Callable[[Problem], str], data: Files) -> Split:
-    """Train on the problems of `data` that are not held out. Raises EnvironmentSetupError if there are none."""
-    keys = set(map(key, held_out))
-    training = [problem for problem in problems if key(problem) not in keys]
+        keys = sorted(set(map(key, problems)), key=lambda text: blake2b(text.encode()).digest())
+        chosen = set(keys[: min(math.ceil(held_out * len(keys)), len(keys) - 1)])
+        held_out = [problem for problem in problems if key(problem) in chosen]
+    else:
+        chosen = set(map(key, held_out))
+    training = [problem for problem in problems if key(problem) not in chosen]
     if not training:
         raise EnvironmentSetupError(f"{data}: all of its {len(problems)} problems are held out; give it more")
     return Split(training, held_out, key)
-
-
-def split(problems: list[Problem], held_out: float, key: Callable[[Problem], str]) -> Split:
-    """Hold out this share of the keys, rounded up, but never all. A hash of the key decides, not the order of the file.
-
-    Problems with the same key are in the same part.
-    """
-    keys = sorted({key(problem) for problem in problems}, key=lambda text: blake2b(text.encode()).digest())
-    chosen = set(keys[: min(math.ceil(held_out * len(keys)), len(keys) - 1)])
-    training = [problem for problem in problems if key(problem) not in chosen]
-    return Split(training, [problem for problem in problems if key(problem) in chosen], key)

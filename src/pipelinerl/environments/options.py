@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from pipelinerl.config.schema import Count, Section
 from pipelinerl.environments.prompts import Message, check_template_options, has_chat_template, with_system
-from pipelinerl.environments.single_turn import JudgedTurn
+from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 
@@ -77,7 +77,7 @@ class QuestionOptions(Options, frozen=True):
             raise EnvironmentSetupError("environment.args.text must have {question} in it, where the question goes")
 
 
-class QuestionTask(JudgedTurn):
+class QuestionTask(SingleTurn):
     """A task whose prompts are questions, asked as `options` say: `prompt` returns `self.ask(question)`."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, options: QuestionOptions) -> None:

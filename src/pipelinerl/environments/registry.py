@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from pipelinerl.environments.prompts import encode_or_refuse, wrong_chat
-from pipelinerl.environments.single_turn import JudgedTurn, Task
+from pipelinerl.environments.single_turn import SingleTurn, Task
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, Tokenizer
 
@@ -37,7 +37,7 @@ def make_environment(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, s
     Raises EnvironmentSetupError if the class does not exist, can't be built, or is not an environment.
     """
     environment = build(kind, args, tokenizer, seed)
-    if isinstance(environment, JudgedTurn):
+    if isinstance(environment, SingleTurn):
         try:
             prompt = environment.prompt(environment.problem(0))
         except Exception:  # noqa: BLE001, S110 - may affect this problem only; failed rollouts are counted and bounded

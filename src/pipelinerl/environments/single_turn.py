@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, text_decoder
+from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn
 
@@ -23,11 +24,8 @@ def is_held_out(question: str) -> bool:
     return zlib.crc32(question.encode()) % HELD_OUT_IN == 0
 
 
-class Judgement(NamedTuple):
-    """The reward of an attempt, and its metrics."""
-
-    reward: float
-    metrics: Mapping[str, float] = {}
+Score: TypeAlias = tuple[float, Mapping[str, float]]
+"""The reward of an attempt, and its metrics."""
 
 
 class Task(ABC):
@@ -72,14 +70,17 @@ class Task(ABC):
         return reward(problem, *answer)
 
 
-class JudgedTurn(Task):
-    """A subclass defines `problem`, `prompt` and `judge`, and `held_out` if evaluations use it.
+class SingleTurn(Task):
+    """A subclass defines `problem`, `prompt` and `reward` or `judge`, and `held_out` if evaluations use it.
 
-    `judge` may await something, such as a function in another process, while generation continues.
+    `reward(problem, text)` returns a number, also with metrics, in a dict or a pair.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        """Raises EnvironmentSetupError for a subclass with neither `reward` nor `judge`."""
         super().__init__(tokenizer, seed)
+        if type(self).judge is SingleTurn.judge and not hasattr(self, "reward"):
+            raise EnvironmentSetupError(f"{type(self).__name__} has no method `reward(self, problem, text)`")
         self._decode = text_decoder(tokenizer)
         self._prompt_ids: dict[str, tuple[int, ...]] = {}
 
@@ -87,9 +88,17 @@ class JudgedTurn(Task):
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
         """The prompt: a text for the model to continue, or chat messages."""
 
-    @abstractmethod
-    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        """Judges the answer `turn.text`, which has no stop token."""
+    async def judge(self, problem: Problem, turn: Turn) -> Score:
+        """The score of the answer `turn.text`, which has no stop token: by default, what `reward` returns.
+
+        It may await something, such as a function in another process, while generation continues.
+        """
+        returned = await self.call_reward(problem, turn.text)
+        if isinstance(returned, float):
+            return returned, {}
+        from pipelinerl.environments.user.code import score_of  # noqa: PLC0415 - the rewards of this package are floats
+
+        return score_of(returned, "reward")
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt = self.prompt(problem)
@@ -103,19 +112,3 @@ class JudgedTurn(Task):
         turn = Turn(prompt_ids=prompt_ids, completion=completion, text=self._decode(completion.answer_ids))
         reward, metrics = await self.judge(problem, turn)
         return Rollout(turns=(turn,), reward=reward, metrics=dict(metrics))
-
-
-class SingleTurn(JudgedTurn):
-    """A subclass defines `problem`, `prompt` and `reward`, and `held_out` if evaluations use it."""
-
-    @abstractmethod
-    def reward(self, problem: Problem, text: str) -> Any:
-        """The reward for the answer `text`, which has no stop token: a number, also with metrics, in a dict or a pair."""
-
-    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        returned = await self.call_reward(problem, turn.text)
-        if isinstance(returned, float):
-            return Judgement(returned)
-        from pipelinerl.environments.user.code import score_of  # noqa: PLC0415 - the rewards of this package are floats
-
-        return Judgement(*score_of(returned, "reward"))

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -18,15 +18,28 @@ from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.hub.client import HubReader
 from pipelinerl.interfaces import Board
-from pipelinerl.preprocess.turns import join_turns
 from pipelinerl.status.board import StatusReporter
-from pipelinerl.types import ACTOR, PREPROCESSOR, TRAINER, Group, Prepared, Rollout, Segment, TrainingSample
+from pipelinerl.types import (
+    ACTOR,
+    PREPROCESSOR,
+    TRAINER,
+    Group,
+    Prepared,
+    Rollout,
+    Segment,
+    TrainingSample,
+    Turn,
+    versions_from_spans,
+)
 
 MAX_REWARD = 1e30
 """Rewards of a larger magnitude are rejected: the loss uses float32, whose largest number is 3e38."""
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation before dividing by it, so that tiny differences in reward are not amplified."""
+
+LOGPROB_TOLERANCE = 1e-2
+"""How far rounding (a bfloat16 head) may push a log-probability above 0; higher values are rejected."""
 
 POLL_S = 0.002
 
@@ -159,6 +172,78 @@ def advantages(
         return result
     scale = STD_EPSILON + math.hypot(*map(float, deviations)) / math.sqrt(max(1, size))
     return [value / scale for value in result]
+
+
+# ---- turns: joined by token ids; text is never tokenised again
+
+
+class JoinedTurns(NamedTuple):
+    """All turns of a rollout. `behaviour_logprobs` and `versions` have one entry per sampled token, in order."""
+
+    segments: tuple[Segment, ...]
+    behaviour_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
+    """Join consecutive turns into segments.
+
+    A turn whose prompt starts with everything before it (all earlier ids of its segment, prompt and completion)
+    continues the segment: the new part of the prompt is context, the completion is sampled. Any other turn starts a new
+    segment.
+    A segment ends with its last sampled token; a segment without sampled tokens is omitted.
+
+    Raises RolloutError for an inconsistent turn: lengths that differ, version spans that do not cover the completion, an
+    empty prompt, a negative id or version, or an invalid log-probability.
+    """
+    segments: list[Segment] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    token_ids: list[int] = []  # of the segment under construction, as `sampled`
+    sampled: list[tuple[int, int]] = []
+
+    def finish() -> None:
+        if sampled:
+            segments.append(Segment(token_ids=tuple(token_ids[: sampled[-1][1]]), sampled=tuple(sampled)))
+
+    for number, turn in enumerate(turns):
+        versions += _check(turn, number)
+        logprobs += turn.completion.logprobs
+        if list(turn.prompt_ids[: len(token_ids)]) != token_ids:
+            finish()
+            token_ids, sampled = [], []
+        token_ids += turn.prompt_ids[len(token_ids) :]
+        start = len(token_ids)
+        token_ids += turn.completion.token_ids
+        if len(token_ids) > start:
+            sampled.append((start, len(token_ids)))
+    finish()
+    return JoinedTurns(tuple(segments), tuple(logprobs), tuple(versions))
+
+
+def _check(turn: Turn, number: int) -> list[int]:
+    """The version of each token of the turn's completion. Raises RolloutError if the turn is inconsistent."""
+    completion, versions, wrong = turn.completion, list[int](), ""
+    if not turn.prompt_ids:
+        wrong = " has an empty prompt"
+    elif len(completion.logprobs) != len(completion.token_ids):
+        wrong = f" has {len(completion.token_ids)} tokens but {len(completion.logprobs)} log-probabilities"
+    elif min(turn.prompt_ids) < 0 or min(completion.token_ids, default=0) < 0:
+        wrong = " has a negative token id"
+    else:
+        for logprob in completion.logprobs:
+            if not math.isfinite(logprob) or logprob > LOGPROB_TOLERANCE:
+                wrong = f": {logprob} is not a log-probability"
+    if not wrong and (completion.token_ids or completion.weight_versions):
+        try:
+            versions = versions_from_spans(completion.weight_versions, len(completion.token_ids))
+        except ValueError as error:
+            wrong = f": {error}"
+        if min(versions, default=0) < 0:
+            wrong = " has a negative weight version"
+    if wrong:
+        raise RolloutError(f"turn {number} (request {completion.request_id}){wrong}")
+    return versions
 
 
 class PreprocessorStage:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation
-from pipelinerl.environments.chat.messages import ToolCall, parse_tool_calls
+from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, ToolCall, parse_tool_calls
 from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.errors import RequestError
-from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.preprocess.preprocessor import join_turns
 from tests.unit.chat_parts import ALTERNATES, STRIPS_THOUGHTS, TEMPLATES, TRIMS, SamplingClient, make_tokenizer
 from tests.unit.environments.env_client import one_line
 

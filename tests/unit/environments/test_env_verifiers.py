@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.environments import make_environment
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RequestError, RolloutError
-from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.types import Rollout
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
 from tests.unit.environments.env_client import one_line

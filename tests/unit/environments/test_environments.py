@@ -91,7 +91,6 @@ from typing import Annotated
 from pydantic import Field
 from pipelinerl.environments import SingleTurn
 from pipelinerl.environments.options import Options
-from pipelinerl.environments.single_turn import JudgedTurn, Judgement
 from pipelinerl.types import Problem
 
 class Shout(SingleTurn):
@@ -113,7 +112,7 @@ class Shout(SingleTurn):
 class ShortOptions(Options, frozen=True):
     most: Annotated[int, Field(ge=1)] = 3
 
-class Short(JudgedTurn):
+class Short(SingleTurn):
     Options = ShortOptions
     problem, prompt = Shout.problem, lambda self, problem: "say"
 
@@ -123,11 +122,10 @@ class Short(JudgedTurn):
 
     async def judge(self, problem, turn):
         await asyncio.sleep(0)
-        return Judgement(float(len(turn.text) <= self.most), {"tokens": len(turn.completion.token_ids)})
+        return float(len(turn.text) <= self.most), {"tokens": len(turn.completion.token_ids)}
 
 class Silent(SingleTurn):
-    def problem(self, index):
-        return Problem(id=str(index), payload={})
+    problem, prompt = Short.problem, Short.prompt
 
 class NoEnvironment:
     pass
@@ -168,13 +166,13 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(ow
         ("no_such_package.own:Shout", {}, "there is no module no_such_package.own"),
         ("{own}:Shoot", {}, "has no class 'Shoot'; it has Shout"),
         ("{own}:NoEnvironment", {}, "has no method `problem(self, index)`"),
-        ("{own}:Silent", {}, "can't be built: TypeError: Can't instantiate abstract class Silent"),
+        ("{own}:Silent", {}, "Silent has no method `reward(self, problem, text)`"),
         (
             "{own}:Shout",
             {"wrod": "x"},
             "unexpected keyword argument 'wrod'; after `tokenizer` and `seed` it takes word, times",
         ),
-        ("{own}:Shout", {"times": 0}, "can't be built: own.py, line 14: ValueError: times must be positive"),
+        ("{own}:Shout", {"times": 0}, "can't be built: own.py, line 13: ValueError: times must be positive"),
         ("{own}:Short", {"most": 0}, "environment.args.most: 0 is not allowed here; this takes a whole number >= 1"),
         ("countdown", {"higest": 20}, "did you mean `highest`?"),
         ("gcd", {"digits": 3}, "it takes nothing"),

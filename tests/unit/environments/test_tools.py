@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.environments.chat.tool_use import MAX_RESULT, ToolTask, tool_of, use_tools
+from pipelinerl.environments.chat.tool_use import MAX_RESULT, ToolTask, tool_of
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.tasks.calculator import Calculator
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
-from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.types import Completion, Problem, Rollout
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
 
@@ -135,11 +135,21 @@ def test_results_that_leave_no_room_end_the_attempt_with_what_there_is() -> None
         """Say much."""
         return "abcdefgh" * MAX_RESULT
 
-    used = asyncio.run(use_tools(client, [{"role": "user", "content": "?"}], [tool_of(long)], max_turns=3))
-    assert (used.metrics["out_of_context"], len(used.rollout(0.0).turns)) == (1, 1)
-    assert len(str(used.messages[-1]["content"])) < MAX_RESULT + 50
+    class Long(Counting):
+        def prompt(self, problem: Problem) -> Sequence[dict[str, str]]:
+            return [{"role": "user", "content": problem.id}]
+
+        def tools(self, problem: Problem) -> Sequence[Any]:
+            return [tool_of(long)]
+
+        def reward(self, problem: Problem, answer: str, messages: Sequence[Any]) -> float:
+            return float(len(messages[-1]["content"]))
+
+    rollout = asyncio.run(Long(TOKENIZER, 0).rollout(Problem(id="?", payload={}), client))
+    assert (rollout.metrics["out_of_context"], len(rollout.turns)) == (1, 1)
+    assert rollout.reward < MAX_RESULT + 50
     with pytest.raises(PromptTooLongError):
-        asyncio.run(use_tools(client, [{"role": "user", "content": "?" * MAX_RESULT}], [], max_turns=3))
+        asyncio.run(Long(TOKENIZER, 0).rollout(Problem(id="?" * MAX_RESULT, payload={}), client))
 
 
 # ------------------------------------------------------------------------------------------------ functions in a file

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.errors import RolloutError
-from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.types import Completion, Segment, Turn, VersionSpan, spans_from_versions
 
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.environments.chat.conversation import Conversation
-from pipelinerl.environments.chat.messages import ChatMessage, ToolCall, ToolSchema
+from pipelinerl.environments.chat.conversation import ChatMessage, Conversation, ToolCall, ToolSchema
 from pipelinerl.environments.prompts import has_chat_template
-from pipelinerl.environments.single_turn import Task
+from pipelinerl.environments.single_turn import Score, Task
 from pipelinerl.environments.user.code import score_of
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
@@ -61,40 +60,29 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         ) from error
 
 
-class ToolUse(NamedTuple):
-    """A finished exchange: `answer` is the model's last text, `messages` is the whole history."""
-
-    conversation: Conversation
-    answer: str
-    messages: list[ChatMessage]
-    metrics: dict[str, float]
-
-    def rollout(self, reward: float, metrics: Mapping[str, float] | None = None) -> Rollout:
-        return Rollout(turns=self.conversation.turns, reward=reward, metrics={**self.metrics, **(metrics or {})})
-
-
 async def use_tools(
+    task: Task,
     client: GenerationClient,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool],
     *,
     max_turns: int,
-    max_tokens: int | None = None,
-    template_options: Mapping[str, Any] | None = None,
-) -> ToolUse:
-    """Let the model call tools until a turn has no tool calls or `max_turns` is reached. See `Conversation` for the options.
+    judge: Callable[[str, list[ChatMessage]], Awaitable[Score]],
+) -> Rollout:
+    """Let the model call tools until a turn has no tool calls or `max_turns` is reached.
 
-    Metrics: those of the conversation, `tool_calls`, `tool_errors`, `out_of_turns` (the last allowed turn called a tool) and
-    `out_of_context` (results left no room for another turn). Raises PromptTooLongError only if the first prompt is too long.
+    `judge` gets the model's last text and the whole history. Metrics: its own, those of the conversation, `tool_calls`,
+    `tool_errors`, `out_of_turns` (the last allowed turn called a tool) and `out_of_context` (results left no room for
+    another turn). Raises PromptTooLongError only if the first prompt is too long.
     """
     by_name = {tool.name: tool for tool in tools}
-    conversation = Conversation(client, template_options=template_options)
+    conversation = Conversation(client, template_options=task.template_options)
     history: list[ChatMessage] = list(messages)
     answer, calls, errors = "", 0, 0
     out_of_turns, out_of_context = True, False
     for turn in range(max_turns):
         try:
-            reply = await conversation.ask(history, [tool.schema for tool in tools], max_tokens=max_tokens)
+            reply = await conversation.ask(history, [tool.schema for tool in tools], max_tokens=task.max_tokens)
         except PromptTooLongError:
             if turn == 0:
                 raise
@@ -110,13 +98,10 @@ async def use_tools(
             calls, errors = calls + 1, errors + failed
             call_id = reply.message["tool_calls"][number]["id"]
             history.append({"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result})
-    metrics = conversation.metrics | {
-        "tool_calls": float(calls),
-        "tool_errors": float(errors),
-        "out_of_turns": float(out_of_turns),
-        "out_of_context": float(out_of_context),
-    }
-    return ToolUse(conversation, answer, history, metrics)
+    counts = {"tool_calls": calls, "tool_errors": errors, "out_of_turns": out_of_turns, "out_of_context": out_of_context}
+    metrics = conversation.metrics | {name: float(count) for name, count in counts.items()}
+    reward, judged = await judge(answer, history)
+    return Rollout(turns=conversation.turns, reward=reward, metrics={**metrics, **judged})
 
 
 async def _result(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
@@ -168,12 +153,8 @@ class ToolTask(Task):
         """The reward for the model's last text `answer`. `messages` is the whole history."""
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        used = await use_tools(
-            client,
-            self.prompt(problem),
-            self.tools(problem),
-            max_turns=self.max_turns,
-            max_tokens=self.max_tokens,
-            template_options=self.template_options,
-        )
-        return used.rollout(*score_of(await self.call_reward(problem, used.answer, used.messages), "reward"))
+        async def judge(answer: str, messages: list[ChatMessage]) -> Score:
+            return score_of(await self.call_reward(problem, answer, messages), "reward")
+
+        messages, tools = self.prompt(problem), self.tools(problem)
+        return await use_tools(self, client, messages, tools, max_turns=self.max_turns, judge=judge)

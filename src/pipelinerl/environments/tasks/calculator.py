@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, Strict
 
 from pipelinerl.config.schema import Count
-from pipelinerl.environments.chat.messages import ChatMessage
+from pipelinerl.environments.chat.conversation import ChatMessage
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, ToolTask, tool_of
 from pipelinerl.environments.options import Arguments, Options, bounds_of
 from pipelinerl.environments.prompts import check_template_options, with_system

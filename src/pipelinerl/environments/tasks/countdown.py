@@ -13,7 +13,7 @@ from pydantic import Field, Strict
 from pipelinerl.config.schema import ShareBelowOne
 from pipelinerl.environments.options import QuestionOptions, QuestionTask, bounds_of
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import SingleTurn, is_held_out
+from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.environments.tasks.numbers import last_boxed, read_expression
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
@@ -52,7 +52,7 @@ class CountdownOptions(QuestionOptions, frozen=True):
         bounds_of("numbers", self.numbers)
 
 
-class Countdown(QuestionTask, SingleTurn):
+class Countdown(QuestionTask):
     """Reward 1 for an expression that makes the target of the given numbers, each used at most once; else 0."""
 
     Options = CountdownOptions

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Literal
 
 from pipelinerl.config.schema import Count, Natural, NotNegative, Positive, ShareBelowOne
-from pipelinerl.environments.data import ProblemSet, Split, field_of, read_problems, without
+from pipelinerl.environments.data import ProblemSet, Split, field_of, read_problems, split
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import Judgement, is_held_out
+from pipelinerl.environments.single_turn import Score, is_held_out
 from pipelinerl.environments.tasks.judge import MAX_ANSWER, Judge, JudgeVerdict
 from pipelinerl.environments.tasks.numbers import answer_in, last_boxed, number_of
 from pipelinerl.errors import EnvironmentSetupError
@@ -86,7 +86,7 @@ class Maths(ProblemSet, QuestionTask):
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
         return self.ask(problem.payload["question"])
 
-    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
+    async def judge(self, problem: Problem, turn: Turn) -> Score:
         """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
         text, expected, options = turn.text, problem.payload["answer"], self._options
         boxed = last_boxed(text) is not None
@@ -107,7 +107,7 @@ class Maths(ProblemSet, QuestionTask):
             "judge_failed": float(verdict.failed),
             "length_penalty": penalty,
         }
-        return Judgement(score + penalty, metrics)
+        return score + penalty, metrics
 
 
 # ---- parts of the reward: pure functions
@@ -147,7 +147,7 @@ def _read(options: MathsOptions) -> Split:
         held_out = [problem for problem in problems if is_held_out(_question(problem))]
     else:
         held_out = read_problems(options.held_out_path, payload)
-    return without(problems, held_out, _question, options.path)
+    return split(problems, held_out, _question, options.path)
 
 
 def _question(problem: Problem) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.config.schema import Count, Positive
 from pipelinerl.environments.options import Arguments, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import Message
-from pipelinerl.environments.single_turn import Judgement, is_held_out
+from pipelinerl.environments.single_turn import Score, is_held_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
@@ -103,7 +103,7 @@ class ReasoningGym(QuestionTask):
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
         return self.ask(problem.payload["question"])
 
-    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
+    async def judge(self, problem: Problem, turn: Turn) -> Score:
         """Metrics: `marked`, `score_failed` (a limit was exceeded, or a crash) and `score_raised` (the task raised an error
         over the answer) are 1 or 0. Raises if the task can't score its own answer either."""
         answers = _MARKED.findall(turn.text) if self._options.marked else [turn.text]
@@ -118,7 +118,7 @@ class ReasoningGym(QuestionTask):
         raised = score is None
         reward = 0.0 if raised else finite(score, f"the score of {self._options.task}")
         metrics = {"marked": float(bool(answers)), "score_failed": float(failed), "score_raised": float(raised)}
-        return Judgement(reward, metrics)
+        return reward, metrics
 
     def _entry(self, name: str, place: int) -> Problem | None:
         """The entry at `place` of the chunk `name`; None if the task has fewer entries."""

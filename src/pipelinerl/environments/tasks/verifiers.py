@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl.config.schema import ShareBelowOne
 from pipelinerl.environments.chat.tool_use import require_chat
-from pipelinerl.environments.data import ProblemSet, canonical, split, without
+from pipelinerl.environments.data import ProblemSet, canonical, split
 from pipelinerl.environments.options import Arguments, Options
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.errors import EnvironmentSetupError
@@ -60,11 +60,10 @@ class Verifiers(ProblemSet):
         from pipelinerl.environments.tasks.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
 
         loaded = load_environment(options.environment, options.load, options.args or {})
-        if loaded.evaluation is None:
-            parts = split(loaded.training, options.held_out, _key)
-        else:
+        if loaded.evaluation is not None:
             options.refuse_without_effect(f"environment {loaded.name} has an `eval_dataset`", "held_out")
-            parts = without(loaded.training, loaded.evaluation, _key, f"the dataset of environment {loaded.name}")
+        held_out = options.held_out if loaded.evaluation is None else loaded.evaluation
+        parts = split(loaded.training, held_out, _key, f"the dataset of environment {loaded.name}")
         super().__init__(parts, f"verifiers/{seed}")
         template_options = check_template_options(tokenizer, options.template_options)
         self._player = Player(loaded, template_options, threads=options.threads)

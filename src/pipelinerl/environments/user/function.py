@@ -22,7 +22,7 @@ from pipelinerl.environments.chat.tool_use import ToolError, require_chat, tool_
 from pipelinerl.environments.data import ProblemSet, canonical, read_split
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask, listed
 from pipelinerl.environments.prompts import Message, with_system, wrong_chat
-from pipelinerl.environments.single_turn import Judgement
+from pipelinerl.environments.single_turn import Score
 from pipelinerl.environments.user.code import (
     TOTAL,
     describe,
@@ -158,8 +158,8 @@ class Function(ProblemSet, QuestionTask):
                 raise RolloutError(f"prompt returned {wrong}")
         return self.ask(made) if isinstance(made, str) else with_system(self._options.system, made)
 
-    async def judge(self, problem: Problem, turn: Turn) -> Judgement:
-        return await self._score(turn.text, problem.payload)
+    async def judge(self, problem: Problem, turn: Turn) -> Score:
+        return await self._score(problem, turn.text)
 
     async def score_group(self, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         if not self._options.group_reward:
@@ -175,21 +175,19 @@ class Function(ProblemSet, QuestionTask):
             scored.append(msgspec.structs.replace(rollout, reward=rollout.reward + value, metrics=metrics))
         return scored
 
-    async def _score(self, text: str, example: dict[str, Any]) -> Judgement:
-        """The reward, and whether a call was ended as a metric (only with `ended_reward`)."""
-        if self._options.ended_reward is None:
-            return await self._weighted_sum(text, example)
-        try:
-            score = await self._weighted_sum(text, example)
-        except CALL_ENDED:
-            return Judgement(self._options.ended_reward, {"reward_ended": 1.0})
-        return Judgement(score.reward, {**score.metrics, "reward_ended": 0.0})
+    async def _score(self, problem: Problem, text: str) -> Score:
+        """The sum of the rewards times their weights. The functions run at the same time; each of several is a metric.
 
-    async def _weighted_sum(self, text: str, example: dict[str, Any]) -> Judgement:
-        """The sum of the rewards times their weights. The functions run at the same time; each of several is a metric."""
-        calls = [asyncio.ensure_future(self._functions.call(name, text, example)) for name in self._weights]
+        With `ended_reward`, another metric is whether a call was ended.
+        """
+        calls = [asyncio.ensure_future(self._functions.call(name, text, problem.payload)) for name in self._weights]
+        ended_reward = self._options.ended_reward
         try:
             values = await asyncio.gather(*calls)
+        except CALL_ENDED:
+            if ended_reward is None:
+                raise
+            return ended_reward, {"reward_ended": 1.0}
         finally:
             for call in calls:
                 call.cancel()
@@ -199,7 +197,8 @@ class Function(ProblemSet, QuestionTask):
             if known := metrics.keys() & own.keys():
                 raise RolloutError(f"{name} returned the metric {min(known)!r}, which another function has too")
             metrics |= own
-        return Judgement(sum(self._weights[name] * reward for name, (reward, _) in scores.items()), metrics)
+        metrics |= {} if ended_reward is None else {"reward_ended": 0.0}
+        return sum(self._weights[name] * reward for name, (reward, _) in scores.items()), metrics
 
     def _check(self, example: dict[str, Any]) -> str | None:
         if self._prompt_function is not None:
@@ -272,12 +271,9 @@ class Tools(Function):
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt = self.prompt(problem)
-        used = await use_tools(
-            client,
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-            self._tools,
-            max_turns=self._max_turns,
-            max_tokens=self.max_tokens,
-            template_options=self.template_options,
-        )
-        return used.rollout(*await self._score(used.answer, problem.payload))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+        async def judge(answer: str, _: object) -> Score:
+            return await self._score(problem, answer)
+
+        return await use_tools(self, client, messages, self._tools, max_turns=self._max_turns, judge=judge)

@@ -19,8 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, Prompt
-from pipelinerl.environments.chat.messages import encode_text
+from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, Prompt, encode_text
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipelinerl.environments.chat.messages import (
+from pipelinerl.environments.chat.conversation import (
     ParsedText,
     answer_message,
     encode_text,

@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.serving.agents.gateway import Gateway
 from tests.unit.serving.agents.test_agents import CALL, CLIENT, TOKENIZER, ask, at, gateway, play, user
 

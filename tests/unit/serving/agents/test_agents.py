@@ -19,7 +19,7 @@ from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import attempt
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.preprocess.turns import join_turns
+from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.serving.agents.environment import AgentEnvironment
 from pipelinerl.serving.agents.gateway import AgentSession, Gateway
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams

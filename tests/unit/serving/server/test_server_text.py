@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from pipelinerl.environments.chat.messages import parse_tool_calls
+from pipelinerl.environments.chat.conversation import parse_tool_calls
 from pipelinerl.environments.prompts import MOST_HELD, TextStream, plain_decoder, text_decoder
 from pipelinerl.interfaces import PART
 from pipelinerl.serving.server.chat import StopStrings
