@@ -206,7 +206,7 @@ def held_out_reward(checkpoint: Path, problems: int) -> float:
     tokenizer = load_tokenizer(DEMO.model)
     model = common.fresh_model(str(checkpoint))
     engine = LocalEngine(model, slots=128, max_length=DEMO.engine.max_length)
-    asked = gcd.held_out_problems(problems)
+    asked = [gcd.problem_at(index, seed=0, held_out=True) for index in range(problems)]
     sampling = SamplingParams(max_tokens=LONGEST, stop_token_ids=(int(tokenizer.eos_token_id),))
     requests = [
         GenerationRequest(id=str(number), prompt_ids=tuple(tokenizer.encode(gcd.prompt_text(problem))), sampling=sampling)

@@ -162,7 +162,8 @@ class Actor:
         """Run the evaluation before or after training, if the run has one."""
 
         def on_step() -> None:
-            self._record_timeline()
+            if self._timeline is not None:
+                self._timeline.note(self._engine.progress)
             self._publish(self._evaluations.status)
 
         if await self._evaluations.run(when, on_step):
@@ -194,7 +195,8 @@ class Actor:
         """Report an iteration: why no more groups were started, and whether the engine made a step."""
         if not self._admission.opened:  # another process runs the evaluation before training: that time is not idle
             self._ready_since_s = self._clock()
-        self._record_timeline()
+        if self._timeline is not None:
+            self._timeline.note(self._engine.progress)
         if self._probe.unreported:  # publish at once, so that the trainer checks it soon
             self._probe.unreported = False
             self._engine_status.report(self._engine_state, "answered a weight probe", self._engine_progress, now=True)
@@ -219,10 +221,6 @@ class Actor:
         self._engine_status.report(
             self._engine_state, detail, self._engine_progress, waits_for=() if in_progress else (actor,)
         )
-
-    def _record_timeline(self) -> None:
-        if self._timeline is not None:
-            self._timeline.note(self._engine.progress)
 
     @property
     def _engine_state(self) -> StageState:

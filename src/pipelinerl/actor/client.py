@@ -251,11 +251,6 @@ class RolloutClient:
         )
 
 
-def rollout_of(request_id: str) -> str:
-    """The name of the request's rollout: `g12.a3` for `g12.a3.t0`."""
-    return request_id.rpartition(".")[0]
-
-
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed derived from `parts`, which identify its use. Equal parts give equal seeds on any machine."""
     digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelinerl.actor.client import RolloutClient, derive_seed, rollout_of
+from pipelinerl.actor.client import RolloutClient, derive_seed
 from pipelinerl.actor.failures import Failure, FailureLog
 from pipelinerl.actor.rollouts import RolloutContext, attempt, problem_for, score
 from pipelinerl.config.schema import ActorConfig
@@ -77,18 +77,13 @@ class GroupRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
 
-    @property
-    def in_progress(self) -> int:
-        """Rollouts of open groups and of groups still in `finished`, without failed attempts."""
-        waiting = sum(len(group.rollouts) for group in self.finished)
-        return waiting + sum(group.size - group.failed for group in self.open.values())
-
     def progress(self) -> ActorProgress:
         """Counts since the actor was made, without those of evaluations.
 
         `started_length_mean` is over the latest attempts in order of start, among groups started before the oldest open
         group. A mean over completed attempts would be biased: of the latest groups, short attempts complete first.
         """
+        waiting = sum(len(group.rollouts) for group in self.finished)
         dropped = dict(self._failures.counts)
         if self.dropped_by_stream:
             dropped[STREAM_DROP] = self.dropped_by_stream
@@ -100,7 +95,7 @@ class GroupRunner:
             rollouts_cut=self._cut,
             rollouts_dropped=dropped,
             dropped_tokens=dict(self._failures.tokens),
-            rollouts_in_progress=self.in_progress,
+            rollouts_in_progress=waiting + sum(group.size - group.failed for group in self.open.values()),
             started_length_mean=fmean(self._started_lengths) if self._started_lengths else None,
             started_lengths=len(self._started_lengths),
         )
@@ -131,7 +126,8 @@ class GroupRunner:
     def check(self) -> None:
         """Raises TooManyFailuresError when too many attempts failed, and errors that are not the environment's."""
         for completion in self.context.engine.take_cancelled():
-            self._failures.cancelled(rollout_of(completion.request_id), len(completion.token_ids))
+            rollout, _, _turn = completion.request_id.rpartition(".")
+            self._failures.cancelled(rollout, len(completion.token_ids))
         if self._crash is not None:
             raise self._crash
         self._failures.check()

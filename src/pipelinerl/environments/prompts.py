@@ -107,17 +107,12 @@ def encode_or_refuse(
 # ---- text
 
 
-def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that are no text: the tokenizer's own bos, eos and padding. Other special tokens, such as `<think>`, are text."""
-    ids = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-    return frozenset(token for token in ids if isinstance(token, int))
-
-
 def text_decoder(tokenizer: Tokenizer, *, special: bool = False) -> Callable[[Sequence[int]], str]:
     """A function from ids to text: the pieces of a `TextStream`, joined.
 
-    Ids of `hidden_ids` are left out, unless `special`. Other special tokens are text, such as `<think>` and `<tool_call>`:
-    parsers, rewards and later turns need them. So leave out a completion's stop token before (`Completion.answer_ids`).
+    The tokenizer's own bos, eos and padding are left out, unless `special`. Other special tokens are text, such as `<think>`
+    and `<tool_call>`: parsers, rewards and later turns need them. So leave out a completion's stop token before
+    (`Completion.answer_ids`).
     """
     decode = plain_decoder(tokenizer, special)
 
@@ -133,18 +128,18 @@ def text_decoder(tokenizer: Tokenizer, *, special: bool = False) -> Callable[[Se
 
 
 def plain_decoder(tokenizer: Tokenizer, special: bool = False) -> Callable[[Sequence[int]], str]:
-    """`tokenizer.decode`, or its Rust backend where equivalent, without hidden ids unless `special`.
+    """`tokenizer.decode`, or its Rust backend where equivalent; unless `special`, without the ids of bos, eos and padding.
 
     `decode` spends two thirds of its time on checking the type of every id, and every rollout calls it.
     """
     backend = _plain_backend(tokenizer, "decode", "_decode")
     slow = backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True)
-    hidden = frozenset[int]() if special else None
+    hidden = set[object]() if special else None
 
     def decode(ids: Sequence[int]) -> str:
         nonlocal hidden
         if hidden is None:  # some tokenizers are loaded when they are used
-            hidden = hidden_ids(tokenizer)
+            hidden = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
         shown = [token for token in ids if token not in hidden]
         return str((tokenizer if slow else backend).decode(shown, skip_special_tokens=False)) if shown else ""
 

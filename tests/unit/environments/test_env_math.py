@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.tasks.judge import Judge, JudgeVerdict, quick_verdict
-from pipelinerl.environments.tasks.maths import Maths, final_answer, length_penalty
+from pipelinerl.environments.tasks.maths import Maths, final_answer
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout, saying
@@ -139,12 +139,6 @@ def test_without_math_verify_the_message_names_the_extra(tmp_path, not_installed
 # ---------------------------------------------------------------------------------------------------- rewards
 
 
-def test_the_length_penalty_is_linear_at_the_end_only():
-    penalties = [length_penalty(length, limit=100, soft_tokens=40) for length in (0, 60, 70, 80, 100, 130)]
-    assert penalties == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
-    assert length_penalty(100, limit=100, soft_tokens=0) == 0
-
-
 def test_rewards_and_metrics_of_a_rollout(tmp_path):
     environment, problem = one_problem(tmp_path, format_reward=0.1, text="P: {question}")
     right = rollout(environment, problem, r"it is \boxed{42}, not 5")
@@ -160,9 +154,9 @@ def test_the_length_counts_in_tokens_and_a_text_cut_anywhere_pays_all(tmp_path):
     client = saying("4 of 42")
     asyncio.run(environment.rollout(problem, client))
     assert client.limits == [20]
-    assert rollout(environment, problem, "42").reward == 1
-    late = rollout(environment, problem, "......" + "it is 42.")  # 15 tokens and the stop token
-    assert (late.metrics["length_penalty"], late.reward) == pytest.approx((-0.3, 0.7))
+    for count, penalty in {2: 0, 9: 0, 14: -0.25, 15: -0.3, 19: -0.5}.items():  # and the stop token
+        late = rollout(environment, problem, "42".rjust(count, "!"))
+        assert (late.metrics["length_penalty"], late.reward) == pytest.approx((penalty, 1 + penalty))
     assert rollout(environment, problem, "42", finish_reason="length").reward == pytest.approx(0.5)
 
 

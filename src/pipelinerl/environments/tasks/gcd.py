@@ -82,11 +82,6 @@ def problem_at(index: int, seed: int, held_out: bool) -> GcdProblem:
     return draw_problem(random.Random(f"gcd/{seed}/{held_out}/{index}"), held_out)
 
 
-def held_out_problems(n: int) -> list[GcdProblem]:
-    """The first `n` problems of the fixed evaluation set."""
-    return [problem_at(index, seed=0, held_out=True) for index in range(n)]
-
-
 def prompt_text(problem: GcdProblem) -> str:
     return f"{problem.a:02d},{problem.b:02d}:"
 
@@ -109,8 +104,8 @@ class Gcd(SingleTurn):
         return Problem(id=f"gcd/{index}", payload=dict(vars(problem_at(index, self.seed, held_out=False))))
 
     def held_out(self, count: int) -> Sequence[Problem]:
-        tasks = enumerate(held_out_problems(count))
-        return [Problem(id=f"gcd/held-out/{number}", payload=dict(vars(task))) for number, task in tasks]
+        problems = [problem_at(number, seed=0, held_out=True) for number in range(count)]  # the same for every seed
+        return [Problem(id=f"gcd/held-out/{number}", payload=dict(vars(one))) for number, one in enumerate(problems)]
 
     def prompt(self, problem: Problem) -> str:
         return prompt_text(GcdProblem(**problem.payload))

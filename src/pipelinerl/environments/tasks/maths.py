@@ -89,51 +89,31 @@ class Maths(ProblemSet, QuestionTask):
     async def judge(self, problem: Problem, turn: Turn) -> Score:
         """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
         text, expected, options = turn.text, problem.payload["answer"], self._options
-        boxed = last_boxed(text) is not None
+        boxed = last_boxed(text)
+        number, is_marked = answer_in(text)
+        marked = boxed is not None
         if self._judge is None:
-            number, is_marked = answer_in(text)
             verdict = JudgeVerdict(number is not None and number == number_of(expected))
-            marked = boxed or (is_marked and number is not None)
+            marked = marked or (is_marked and number is not None)
         else:
-            verdict, marked = await self._judge.verdict(expected, answer_of(text)), boxed
+            final = boxed.strip() if boxed is not None else "" if number is None else str(number)
+            verdict = await self._judge.verdict(expected, final)
         score = 1.0 if verdict.right else options.format_reward if marked else 0.0
-        limit = self.max_tokens or 0
-        # The text may be cut off before `max_tokens`, by `actor.max_tokens` or the slot's length.
-        length = limit if turn.completion.finish_reason == "length" else len(turn.completion.token_ids)
-        penalty = options.length_penalty * length_penalty(length, limit=limit, soft_tokens=options.length_penalty_tokens)
+        penalty = 0.0
+        if options.length_penalty_tokens:
+            # It warns a policy before its completions reach the limit, where the first signal would be the lost reward. The
+            # text may be cut off before `max_tokens`, by `actor.max_tokens` or the slot's length.
+            limit = self.max_tokens or 0
+            length = limit if turn.completion.finish_reason == "length" else len(turn.completion.token_ids)
+            over = length - (limit - options.length_penalty_tokens)
+            penalty = -options.length_penalty * min(1.0, max(0.0, over / options.length_penalty_tokens))
         metrics = {
             "right": float(verdict.right),
-            "boxed": float(boxed),
+            "boxed": float(boxed is not None),
             "judge_failed": float(verdict.failed),
             "length_penalty": penalty,
         }
         return score + penalty, metrics
-
-
-# ---- parts of the reward: pure functions
-
-
-def answer_of(text: str) -> str:
-    r"""The final answer in a model's text: the content of the last `\boxed{}`, else the number of `answer_in`.
-
-    Empty if there is none.
-    """
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed.strip()
-    number, _ = answer_in(text)
-    return "" if number is None else str(number)
-
-
-def length_penalty(length: int, *, limit: int, soft_tokens: int) -> float:
-    """0 up to `limit - soft_tokens` tokens, then linear down to -1 at `limit`, where a text is cut off.
-
-    The penalty warns a policy before its completions reach the limit. Without it, the first signal is the lost reward of a
-    text that was cut off.
-    """
-    if soft_tokens <= 0:
-        return 0.0
-    return -min(1.0, max(0.0, (length - (limit - soft_tokens)) / soft_tokens))
 
 
 # ---- problems
