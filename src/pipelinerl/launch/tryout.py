@@ -24,7 +24,7 @@ from pipelinerl.actor.rollouts import attempt, guarded, problem_for, score
 from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import find_class, make_environment, notes_of
-from pipelinerl.environments.single_turn import JudgedTurn
+from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
@@ -95,7 +95,7 @@ async def play_first(
     client = RolloutClient(engine, tokenizer, sampling, name="g0.a0", seed=0)
     if isinstance(played := await attempt(environment, made[0], client, timeout_s), Failure):
         raise refused(alone, played)
-    if isinstance(environment, JudgedTurn):
+    if isinstance(environment, SingleTurn):
         turn = msgspec.structs.replace(played.turns[-1], text=WORD)
         judged = await guarded(partial(environment.judge, made[0], turn), timeout_s, "the reward")
         if isinstance(judged, Failure):
