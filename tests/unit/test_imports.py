@@ -107,7 +107,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
     [
         ("import pipelinerl.preprocess", HEAVY),
         (
-            "from pipelinerl.metrics import summary, timeline; from pipelinerl.status import view, watchdog",
+            "from pipelinerl.metrics import summary; from pipelinerl.status import view, watchdog",
             HEAVY | {"tensorboard"},
         ),
         ("import pipelinerl.report.trackers", HEAVY | {"tensorboard", "wandb", "trackio", "mlflow"}),

@@ -26,7 +26,7 @@ from pipelinerl.actor.groups import GroupRunner
 from pipelinerl.actor.rollouts import IDLE_S
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import ALLOWED, Admission, AsyncEngine, Board, Verdict
-from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.metrics.records import TimelineWriter
 from pipelinerl.status.board import ALONE, GenerationStages, StatusReporter
 from pipelinerl.types import (
     TRAINER,

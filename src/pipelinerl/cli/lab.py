@@ -263,16 +263,11 @@ def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from pipelinerl.report import write_file  # noqa: PLC0415 (as above)
 
     calibration = read_calibration(options.calibration)
+    measured, workload, source = None, None, "of the untrained model, from the calibration"
     if options.compare:
-        measured = read_measured(options.compare, config)
-        scenario = run_scenario(
-            config, calibration, read_workload(options.compare, config), steps=int(measured["steps"] or 0)
-        )
+        measured, workload = read_measured(options.compare, config), read_workload(options.compare, config)
         source = f"each group's own, from {options.compare}"
-    else:
-        measured = None
-        scenario = run_scenario(config, calibration)
-        source = "of the untrained model, from the calibration"
+    scenario = run_scenario(config, calibration, workload, steps=int((measured or {}).get("steps") or 0))
     try:
         prediction = simulate(scenario)
     except ValueError as error:

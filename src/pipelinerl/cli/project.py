@@ -122,9 +122,11 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if not options.watch:
         train(config, resume=options.resume)
         return 0
-    from pipelinerl.cli.watch import PORT, page_beside  # noqa: PLC0415 - few runs have a page
+    require("serve", "pipelinerl train --watch")
+    from pipelinerl.cli.watch import PORT  # noqa: PLC0415 - few runs have a page
+    from pipelinerl.experiments.watch.server import Beside  # noqa: PLC0415 - needs the extra `serve`
 
-    with closing(page_beside(PORT if options.watch_port is None else options.watch_port)) as page:
+    with closing(Beside(PORT if options.watch_port is None else options.watch_port)) as page:
         train(config, resume=options.resume, began=page.begin)
     return 0
 

@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipelinerl.cli.parser import PORTS, Commands, say, write
 from pipelinerl.extras import require
-
-if TYPE_CHECKING:
-    from pipelinerl.experiments.watch.server import Beside
 
 PORT = 7117
 _QUERY = (
@@ -55,14 +51,6 @@ def run_watch(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     with closing(listen(("127.0.0.1", options.port))) as listening:
         say(f"watching at {url_of(listening)} (Ctrl-C ends it)")
         return server.serve(runs, listening, end_note="The page's server was stopped.")
-
-
-def page_beside(port: int) -> Beside:
-    """The page of `train --watch`. Raises UserError, before anything of the run exists, if there can be none."""
-    require("serve", "pipelinerl train --watch")
-    from pipelinerl.experiments.watch.server import Beside  # noqa: PLC0415 - needs the extra `serve`
-
-    return Beside(port)
 
 
 def run_report(options: argparse.Namespace, _settings: Sequence[str]) -> int:

@@ -14,11 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rich.text import Text
-
 from pipelinerl import extras
 from pipelinerl.files import SHARED_MEMORY
-from pipelinerl.report import count, new_table, rendered
+from pipelinerl.report import count
 from pipelinerl.resources.machine import host_memory, load_average, processor, usable_cores
 
 Level = Literal["ok", "note", "WRONG"]
@@ -45,14 +43,13 @@ def examine(vllm_python: Path | None = None) -> list[Finding]:
 
 
 def shown(findings: Sequence[Finding]) -> str:
-    """The findings as a table, and a line that counts what is wrong."""
-    table = new_table("", "", "", "found", "what to do")
+    """A line for each finding, with what to do below it, and a line that counts what is wrong."""
+    lines = []
     for one in findings:
-        style = {"ok": "green", "note": "yellow", "WRONG": "bold red"}[one.level]
-        table.add_row(Text(one.level, style), one.what, Text(one.found, overflow="fold"), Text(one.fix, overflow="fold"))
+        lines += [f"{one.level:<5}  {one.what}: {one.found}", *([f"       {one.fix}"] if one.fix else [])]
     wrong = [one.what for one in findings if one.level == WRONG]
     last = f"{count(len(wrong), 'thing')} wrong: {', '.join(wrong)}" if wrong else "nothing is wrong; notes are choices"
-    return f"{rendered(table)}{last}\n"
+    return "\n".join([*lines, last, ""])
 
 
 def _judged(what: str, found: str, fine: bool, fix: str, otherwise: Level = WRONG) -> Finding:

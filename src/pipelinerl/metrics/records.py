@@ -1,4 +1,4 @@
-"""The records of optimizer steps and of sessions, and what the rewards of a run's steps say.
+"""The records of optimizer steps, sessions and engines' load, and what the rewards of a run's steps say.
 
 Times are seconds. Every measured number is `float | None`: None means that there was nothing to measure (a step whose
 samples all have zero gradient has no ESS) or that the number was not finite, which JSON cannot express.
@@ -7,16 +7,20 @@ samples all have zero gradient has no ESS) or that the number was not finite, wh
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
 
+from pipelinerl.errors import RunDirectoryError
+from pipelinerl.files import JsonLines, Lines
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.statistics import flat_numbers
-from pipelinerl.types import WeightTransfer
+from pipelinerl.types import EngineProgress, WeightTransfer
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,3 +236,63 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_bytes: int = 0
     trained_bytes: int = 0
     format: int = FORMAT
+
+
+# ---- the timeline of each engine's load, one file for each generation process
+
+LOAD_EVERY_S = 0.25
+TIMELINE_STEM = "timeline-"
+
+
+class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one engine at `time_s`, on the axis of `StepRecord.time_s`; `tokens_generated` is over the session.
+
+    `in_progress` sequences have a slot, `queued` requests wait for one. Includes requests of evaluations.
+    """
+
+    worker: int
+    time_s: float
+    in_progress: int
+    queued: int
+    tokens_generated: int
+    version: int
+
+
+class TimelineWriter:
+    """Writes `RUN_DIR/timeline-WORKER.jsonl`. Times are seconds since `origin_s` of `clock`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        worker: int,
+        origin_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        lines: Callable[[Path], Lines] = JsonLines,
+    ) -> None:
+        self._lines = lines(run_dir / f"{TIMELINE_STEM}{worker}.jsonl")
+        self._worker, self._origin_s, self._clock = worker, origin_s, clock
+        self._due_s = clock()
+
+    def note(self, progress: Callable[[], EngineProgress]) -> None:
+        """Write a record if the last one is `LOAD_EVERY_S` old; `progress` is called only then. Raises RunDirectoryError."""
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + LOAD_EVERY_S
+        current = progress()
+        record = TimelineRecord(
+            worker=self._worker,
+            time_s=now_s - self._origin_s,
+            in_progress=current.in_progress,
+            queued=current.queued,
+            tokens_generated=current.tokens_generated,
+            version=current.version,
+        )
+        try:
+            self._lines.write(record)
+        except OSError as error:
+            why = error.strerror or error
+            raise RunDirectoryError(f"can't write the timeline: {why}; free disk space and resume") from error
+
+    def close(self) -> None:
+        self._lines.close()

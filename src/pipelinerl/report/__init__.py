@@ -10,7 +10,6 @@ The page of a report is `experiments/watch/page.py`.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,30 +52,6 @@ def only_shown(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - libraries that draw raise errors of many types
         print(f"warning: {what} is missing: {' '.join(str(error).split())}", flush=True)
-
-
-def new_table(title: str, *columns: str, caption: str | None = None) -> Table:
-    """A table for the terminal. `rendered` reads no markup in its texts, such as paths."""
-    table = Table(
-        title=Text(title, "bold"),
-        caption=caption,
-        show_header=any(columns),
-        title_justify="left",
-        caption_justify="left",
-        border_style="dim",
-    )
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
-def rendered(*parts: RenderableType, width: int | None = None) -> str:
-    """The parts as text: as wide as the terminal and in its colours, or without colours and `width` characters wide."""
-    console = Console(file=None if width is None else io.StringIO(), width=width, markup=False, emoji=False)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return capture.get()
 
 
 def number(value: float | None, pattern: str) -> str:
@@ -145,4 +120,8 @@ def in_terminal(section: PageSection) -> str:
         for row in section.rows:
             shown.add_row(*(Text(row[place]) for place in places))
         parts.append(shown)
-    return rendered(*parts, *(Text(text, "dim") for text in section.texts))
+    console = Console(markup=False, emoji=False)
+    with console.capture() as capture:
+        for part in (*parts, *(Text(text, "dim") for text in section.texts)):
+            console.print(part)
+    return capture.get()

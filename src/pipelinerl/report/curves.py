@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.metrics.records import StepRecord, TimelineRecord
 from pipelinerl.report import write_file
 from pipelinerl.run_directory import RunDirectory
 

@@ -15,8 +15,7 @@ from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
+from pipelinerl.metrics.records import TIMELINE_STEM, StepRecord, TimelineRecord
 from pipelinerl.report.curves import begin_s
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import VersionSpan

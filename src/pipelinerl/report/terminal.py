@@ -15,7 +15,7 @@ from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.metrics.statistics import LOW_ESS, REWARD
 from pipelinerl.metrics.summary import edge_of
-from pipelinerl.report import count, new_table
+from pipelinerl.report import count
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.view import duration, pause, short
 
@@ -26,7 +26,7 @@ _STYLES = {"held-out reward": "bold"} | dict.fromkeys(("NOT ACCOUNTED FOR", "NOT
 def final_table(summary: Mapping[str, Any]) -> Table:
     """The contents of `summary.json` as a table for the terminal."""
     title = f"{Path(summary['environment']).name}, {summary['schedule']}, seed {summary['seed']}: {summary['status']}"
-    table = new_table(title)
+    table = Table(title=Text(title, "bold"), title_justify="left", show_header=False, border_style="dim")
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for section in summary_sections(summary):
@@ -134,22 +134,12 @@ def _learning(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[Row]:
-    """The share of tool calls that failed, and the metrics of the environment."""
+    """The metrics of the environment."""
     first, last = summary.get("metrics_first", {}), summary.get("metrics_last", {})
     names = [name for name in sorted({*first, *last}) if first.get(name) or last.get(name)]
     see = _Shown(first), _Shown(last)
     changes = (f"{name} {' -> '.join(f'{edge[name]:short}' for edge in see)}" for name in names)
-    rows = [("metrics", ", ".join(changes))] if names else []
-    if any(name.split("/")[-1] == "tool_calls" for name in names):
-        rows.insert(0, ("tool errors", f"{_failed_calls(first)} -> {_failed_calls(last)} of the calls"))
-    return rows
-
-
-def _failed_calls(metrics: Mapping[str, float]) -> str:
-    failed, calls = (
-        sum(value for name, value in metrics.items() if name.split("/")[-1] == of) for of in ("tool_errors", "tool_calls")
-    )
-    return f"{failed / calls:.0%}" if calls else "-"
+    return [("metrics", ", ".join(changes))] if names else []
 
 
 def _on_policyness(summary: Mapping[str, Any], see: _Shown) -> list[Row]:

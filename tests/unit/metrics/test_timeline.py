@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
+from pipelinerl.metrics.records import LOAD_EVERY_S, TimelineRecord, TimelineWriter
 from pipelinerl.metrics.statistics import actor_total, engine_total
-from pipelinerl.metrics.timeline import EVERY_S, TimelineRecord, TimelineWriter
 from pipelinerl.report.series import read_timeline
 from pipelinerl.types import ActorProgress, EngineProgress
 from tests.unit.record_parts import status, statuses_of
@@ -81,7 +81,9 @@ def test_a_timeline_has_a_few_looks_a_second(tmp_path: Path) -> None:
     records = read_timeline(tmp_path)
     assert len(asked) == len(records) == 2 * 4
     assert [record.worker for record in records] == [0, 1] * 4
-    assert [record.time_s for record in records[::2]] == pytest.approx([10 + EVERY_S * look for look in range(4)], abs=0.02)
+    assert [record.time_s for record in records[::2]] == pytest.approx(
+        [10 + LOAD_EVERY_S * look for look in range(4)], abs=0.02
+    )
     assert records[0] == TimelineRecord(worker=0, time_s=10.0, in_progress=8, queued=0, tokens_generated=0, version=4)
 
 

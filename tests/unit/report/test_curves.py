@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.errors import RunDirectoryError
-from pipelinerl.metrics.records import EngineRecord, Record
-from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.metrics.records import EngineRecord, Record, TimelineRecord
 from pipelinerl.report import curves as module
 from pipelinerl.report.curves import Columns, Seen, StepColumns, begin_s, draw_curves, smoothed
 from tests.unit.record_parts import evaluation, step, write_records

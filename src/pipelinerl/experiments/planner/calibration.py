@@ -35,9 +35,8 @@ from pipelinerl.errors import INVALID_DATA, PipelineRLError, UserError
 from pipelinerl.experiments.runs import bare, train_in_child
 from pipelinerl.experiments.statistics import Floats, powers_of_two
 from pipelinerl.metrics.reading import read_records
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.timeline import TimelineRecord
-from pipelinerl.report import count, new_table, rendered
+from pipelinerl.metrics.records import StepRecord, TimelineRecord
+from pipelinerl.report import count, in_terminal, table
 from pipelinerl.report.series import RecordedGroup, name_of, read_groups, read_timeline
 from pipelinerl.resources.machine import Machine, load_average, this_machine, usable_cores
 from pipelinerl.resources.roles import plan_threads
@@ -171,12 +170,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
             "optimizer step": f"{1e3 * self.train_step_s:.3g} ms + {1e6 * self.train_token_s:.3g} us a token",
             "tokens that have a gradient": f"{self.used_share:.0%} in the first steps",
             "lengths in the first steps": f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens",
-            "measured": f"in a {self.schedule} run with {count(self.processes, 'engine')}",
+            "the run": f"{self.schedule} with {count(self.processes, 'engine')}",
         }
-        table = new_table(f"{machine.cpu}, {machine.cores} cores, model {self.model}", "", "")
-        for row in rows.items():
-            table.add_row(*row)
-        return rendered(table) + "".join(f"{doubt}: measure again when it is not\n" for doubt in self.doubts())
+        title = f"{machine.cpu}, {machine.cores} cores, model {self.model}"
+        shown = table(title, [{"what": what, "measured": found} for what, found in rows.items()])
+        return in_terminal(shown) + "".join(f"{doubt}: measure again when it is not\n" for doubt in self.doubts())
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pipelinerl.experiments.planner.calibration import LengthDistribution, Utilisation
 from pipelinerl.experiments.statistics import Floats, powers_of_two
-from pipelinerl.report import new_table, rendered
+from pipelinerl.report import PageSection, in_terminal, number
 
 MAX_LAG = 133
 TAU = 128 / 26.02
@@ -148,13 +148,12 @@ def plan_text() -> str:
     """The case study as a table: throughput by lag."""
     study = PaperWorkload()
     title = f"N = {study.accelerators} H100, B = {study.batch_size}, lengths uniform up to {study.lengths.longest}: "
-    title += "tokens per flash"
-    caption = "A flash is the time of one token's forward at peak FLOPs. U(h) and tau are fitted to the paper's case study."
-    table = new_table(title, "largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up", caption=caption)
+    note = "A flash is the time of one token's forward at peak FLOPs. U(h) and tau are fitted to the paper's case study."
+    rows = []
     for found in compare(study, sorted({*powers_of_two(4 * MAX_LAG), MAX_LAG})):
         ours, theirs = found.pipeline, found.conventional
         cells = (f"{ours.rate:.4g}", f"{ours.slots}", f"{ours.generating}") if ours else ("-", "-", "-")
-        speed_up = f"{found.speed_up:.2f}x" if found.speed_up is not None else "-"
-        row = (f"{found.max_lag}", *cells, f"{theirs.rate:.4g}", f"{theirs.steps_per_round}", speed_up)
-        table.add_row(*row, style="bold" if found.max_lag == MAX_LAG else "")
-    return rendered(table)
+        others = (f"{theirs.rate:.4g}", f"{theirs.steps_per_round}", number(found.speed_up, ".2f"))
+        rows.append((f"{found.max_lag}", *cells, *others))
+    header = ("largest lag", "PipelineRL", "H", "I", "conventional", "G", "speed-up")
+    return in_terminal(PageSection(title=f"{title}tokens per flash", texts=[note], header=header, rows=rows))

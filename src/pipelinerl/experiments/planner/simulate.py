@@ -19,7 +19,7 @@ from pipelinerl.experiments.planner.scenario import (
     first_fifth,
 )
 from pipelinerl.hub.admission import AdmissionState
-from pipelinerl.report import count, new_table, number, rendered
+from pipelinerl.report import count, in_terminal, number, table
 from pipelinerl.types import TrainerProgress
 
 
@@ -390,17 +390,21 @@ def prediction_text(prediction: RunPrediction, measured: Mapping[str, float | No
     """The prediction of a run as a table, next to what the run measured if it is known."""
     engines = count(prediction.engines, "engine")
     title = f"{prediction.schedule}, {engines} of {prediction.slots} slots, {count(prediction.steps, 'step')}"
-    table = new_table(title, "", "predicted", *(("measured", "off by") if measured else ()))
+    waits_s = prediction.step_wait_s
+    dropped = ", ".join(f"{reason} {rollouts}" for reason, rollouts in prediction.rollouts_dropped.items())
+    rows = []
     for name, field, pattern in _ROWS:
         predicted, found = getattr(prediction, field), (measured or {}).get(field)
         off = f"{predicted / found - 1:+.1%}" if predicted is not None and found else "-"
-        table.add_row(name, number(predicted, pattern), *((number(found, pattern), off) if measured else ()))
-    table.add_row("lag, 99% of the tokens at most", str(prediction.lag_p99))
-    table.add_row("slots in use while decoding", f"{prediction.slots_used:.1%}")
-    waits_s = prediction.step_wait_s
-    table.add_row("trainer waits before a step", f"mean {fmean(waits_s):.3g} s, longest {max(waits_s):.3g} s")
-    table.add_row("duration", f"{prediction.time_s:.4g} s")
-    if prediction.rollouts_dropped:
-        dropped = ", ".join(f"{reason} {rollouts}" for reason, rollouts in prediction.rollouts_dropped.items())
-        table.add_row("rollouts dropped", f"{dropped}, of {prediction.rollouts_started} started")
-    return rendered(table)
+        row = {"what": name, "predicted": number(predicted, pattern)}
+        rows.append(row | ({"measured": number(found, pattern), "off by": off} if measured else {}))
+    return in_terminal(
+        table(
+            title,
+            rows,
+            f"99% of the tokens have a lag of at most {prediction.lag_p99}; {prediction.slots_used:.1%} of the slots are in "
+            "use while decoding",
+            f"{prediction.time_s:.4g} s; the trainer waits {fmean(waits_s):.3g} s for a step, at most {max(waits_s):.3g} s",
+            *([f"rollouts dropped: {dropped}, of {prediction.rollouts_started} started"] if dropped else []),
+        )
+    )

@@ -26,9 +26,8 @@ from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.experiments.browse import TokenText, load_token_text, skip_text
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import Tail, read_records, superseded, without_repeated
-from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.records import TIMELINE_STEM, StepRecord, TimelineRecord
 from pipelinerl.metrics.statistics import REWARD, engine_total
-from pipelinerl.metrics.timeline import TIMELINE_STEM, TimelineRecord
 from pipelinerl.report import PageSection, count
 from pipelinerl.report.curves import Columns, Seen, StepColumns
 from pipelinerl.report.series import labels_of, measure, name_of, read_config, read_summary

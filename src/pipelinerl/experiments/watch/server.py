@@ -92,7 +92,25 @@ def make_app(runs: Runs, *, stopping: asyncio.Event, end_note: str = "") -> ASGI
         return StreamingResponse(_events(chosen, stopping, end_note), media_type="text/event-stream")
 
     assets = StaticFiles(packages=[("pipelinerl", "assets/watch")], html=True)
-    return ReaderGuard(Starlette(routes=[Route("/runs", list_runs), Route("/events", events), Mount("/", assets)]))
+    app = Starlette(routes=[Route("/runs", list_runs), Route("/events", events), Mount("/", assets)])
+    refusal = PlainTextResponse("use the address that `pipelinerl watch` printed", 403)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers only requests to a name of this machine itself.
+
+        Otherwise a web page could read the runs through a name of its own that resolves to this machine (DNS rebinding).
+        """
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        if scope["type"] == "http":
+            here = is_this_machine(Headers(scope=scope).get("host", ""))
+            await (app if here else refusal)(scope, receive, send_guarded)
+
+    return guarded
 
 
 async def _events(chosen: dict[str, WatchedRun], stopping: asyncio.Event, end_note: str) -> AsyncGenerator[bytes]:
@@ -110,29 +128,6 @@ async def _events(chosen: dict[str, WatchedRun], stopping: asyncio.Event, end_no
         behind = any(run.behind for run in chosen.values())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), 0.05 if behind else LOOK_EVERY_S + 0.05)
-
-
-class ReaderGuard:
-    """Answers only requests to a name of this machine itself.
-
-    Otherwise a web page could read the runs through a name of its own that resolves to this machine (DNS rebinding).
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
-            await send(message)
-
-        refusal = PlainTextResponse("use the address that `pipelinerl watch` printed", 403)
-        here = is_this_machine(Headers(scope=scope).get("host", ""))
-        await (self._app if here else refusal)(scope, receive, send_guarded)
 
 
 def serve(runs: Runs, listening: socket.socket, *, lifeline_fd: int | None = None, end_note: str = "") -> int:

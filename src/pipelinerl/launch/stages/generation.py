@@ -34,7 +34,7 @@ from pipelinerl.hub.client import Claims, HubClient, RecordLines
 from pipelinerl.interfaces import Admission, AsyncEngine, Board, Environment, Tokenizer
 from pipelinerl.launch.session import Session
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.timeline import TimelineWriter
+from pipelinerl.metrics.records import TimelineWriter
 from pipelinerl.models.contract import Contract, read_contract
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.process import lower_priority, stop_on_sigterm

@@ -27,8 +27,7 @@ from pipelinerl.experiments.planner.calibration import (
     training_costs,
 )
 from pipelinerl.launch.stages.generation import load_local_engine
-from pipelinerl.metrics.records import StepRecord
-from pipelinerl.metrics.timeline import TimelineRecord
+from pipelinerl.metrics.records import StepRecord, TimelineRecord
 from pipelinerl.report import write_json
 from tests.unit.experiments.parts import CALIBRATION, group, turn
 
