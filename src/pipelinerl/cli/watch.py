@@ -45,12 +45,12 @@ def run_watch(options: argparse.Namespace, _settings: Sequence[str]) -> int:
     from pipelinerl.experiments.watch import server  # noqa: PLC0415 - needs the extra `serve`
     from pipelinerl.serving.server.http import listen, url_of  # noqa: PLC0415
 
-    if options.listen_fd is not None:
-        return server.serve_beside(options.run_dir[0], socket.socket(fileno=options.listen_fd))
     runs = server.Runs(options.run_dir)
+    if options.listen_fd is not None:
+        return server.serve(runs, socket.socket(fileno=options.listen_fd), beside=True)
     with closing(listen(("127.0.0.1", options.port))) as listening:
         say(f"watching at {url_of(listening)} (Ctrl-C ends it)")
-        return server.serve(runs, listening, end_note="The page's server was stopped.")
+        return server.serve(runs, listening)
 
 
 def run_report(options: argparse.Namespace, _settings: Sequence[str]) -> int:

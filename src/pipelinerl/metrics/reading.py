@@ -133,22 +133,16 @@ class Tail(Generic[T]):
         return data[data.find(b"\n") + 1 if cut else 0 : end]
 
 
-class RecordPlace(msgspec.Struct, frozen=True):
-    """The bytes that were read of the files of steps and of evaluations."""
-
-    steps: int = 0
-    evaluations: int = 0
-
-
 class Records:
-    """The records of a run from `place` on, in the order of their times. A run that is resumed repeats some versions."""
+    """The records of a run from `place` on, in the order of their times. A run that is resumed repeats some versions.
 
-    def __init__(self, run_dir: Path, place: RecordPlace | None = None) -> None:
+    place   the bytes that were read of the files of steps and of evaluations
+    """
+
+    def __init__(self, run_dir: Path, place: tuple[int, int] = (0, 0)) -> None:
         run = RunDirectory(run_dir)
-        self._steps = Tail(run.metrics, StepRecord)
-        self._evaluations = Tail(run.evaluations, EvaluationRecord)
-        self.place = place or RecordPlace()
-        self._steps.place, self._evaluations.place = self.place.steps, self.place.evaluations
+        self._steps, self._evaluations = Tail(run.metrics, StepRecord), Tail(run.evaluations, EvaluationRecord)
+        self.place = self._steps.place, self._evaluations.place = place
 
     def read(self) -> list[Record]:
         """The complete records that were written since the last call. Damaged lines are left out."""
@@ -158,5 +152,5 @@ class Records:
             found += tail.look()
             while tail.more:
                 found += tail.look()
-        self.place = RecordPlace(self._steps.place, self._evaluations.place)
+        self.place = self._steps.place, self._evaluations.place
         return sorted(found, key=lambda record: record.time_s)

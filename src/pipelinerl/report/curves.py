@@ -181,25 +181,17 @@ def _draw(columns: StepColumns, evaluations: Sequence[EvaluationRecord]) -> Figu
     known = not all(map(math.isnan, columns["reward_read_mean"]))
     reward = columns["reward_read_mean" if known else "reward_mean"]
     lag = {name: columns[f"lag_{name}"] for name in ("max", "mean")}
-    lengths = {"trained": "completion", "sampled": "sampled", "sampled, by order of start": "started"}
+    kinds = {"trained": "completion", "sampled": "sampled", "sampled, by order of start": "started"}
+    lengths = {label: columns[f"{kind}_length_mean"] for label, kind in kinds.items()}
     rates = {"generated": "engine/tokens_per_s", "trained on, with gradient": "trained_per_s"}
+    speeds = {label: smoothed(columns[name]) for label, name in rates.items()}
     panels: list[tuple[str, str, str, Mapping[str, Sequence[float]]]] = [
         ("Reward over time", "seconds of training", "mean reward", {"training, all rollouts read": reward}),
         ("Reward over samples", "rollouts trained", "mean reward", {"": reward}),
         ("On-policyness", "optimizer step", "effective sample size (1 = on-policy)", {"": columns["ess"]}),
         ("Lag of the trained tokens", "optimizer step", "optimizer steps", lag),
-        (
-            f"Throughput, mean of {SMOOTHED} steps",
-            "seconds of training",
-            "tokens/s",
-            {label: smoothed(columns[name]) for label, name in rates.items()},
-        ),
-        (
-            "Completion length",
-            "optimizer step",
-            "mean tokens",
-            {label: columns[f"{name}_length_mean"] for label, name in lengths.items()},
-        ),
+        (f"Throughput, mean of {SMOOTHED} steps", "seconds of training", "tokens/s", speeds),
+        ("Completion length", "optimizer step", "mean tokens", lengths),
     ]
     figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
     plots: Any = figure.subplots(2, 3).flat

@@ -34,7 +34,7 @@ from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError, StopRun
 from pipelinerl.files import write_atomically
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.reading import RecordPlace, Records, read_lines
+from pipelinerl.metrics.reading import Records, read_lines
 from pipelinerl.metrics.records import Record
 from pipelinerl.metrics.statistics import flat_numbers
 from pipelinerl.process import LOG_FORMAT, counted_interrupts, lower_priority, take_stdin, when_closed
@@ -102,7 +102,7 @@ def followed(run: RunDirectory, metrics: MetricsConfig, say: Callable[[str], Non
 class Sent(msgspec.Struct, frozen=True):
     """What a tracker has been sent, and the id of the tracked run."""
 
-    place: RecordPlace = RecordPlace()
+    place: tuple[int, int] = (0, 0)
     id: str | None = None
 
 

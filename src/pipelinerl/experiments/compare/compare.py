@@ -188,9 +188,14 @@ def compare(
     RunDirectoryError if `out` belongs to another comparison or can't be used, RunInterruptedError, and PipelineRLError if a
     trial or, once all others have ended, a run failed. A run that diverges is a result.
     """
+    engine, trainer, task = request.config.engine, request.config.trainer, request.config.environment
     if request.held_out:
-        _check_held_out(request)
-    engine, trainer = request.config.engine, request.config.trainer
+        args, tokenizer = task.args | request.held_out_args, load_tokenizer(request.config.model)
+        if not make_environment(task.kind, args, tokenizer, request.config.seed).held_out(1):
+            raise ConfigError(
+                f"environment {task.kind} has no held-out problems: define `held_out`, or give --held-out 0 to compare "
+                "rates only"
+            )
     start = Settings(engine.processes, engine.slots, trainer.ranks)
     for schedule in request.schedules:  # before anything is run
         try:
@@ -360,18 +365,6 @@ def tune(
 
 
 # ---- held-out problems
-
-
-def _check_held_out(request: ComparisonRequest) -> None:
-    """Raise ConfigError if there are no held-out problems. Errors of the environment are raised."""
-    config = request.config
-    args = config.environment.args | request.held_out_args
-    environment = make_environment(config.environment.kind, args, load_tokenizer(config.model), config.seed)
-    if not environment.held_out(1):
-        raise ConfigError(
-            f"environment {config.environment.kind} has no held-out problems: define `held_out`, or give --held-out 0 to "
-            "compare rates only"
-        )
 
 
 def answer_held_out(run_dir: Path, request: ComparisonRequest) -> Answers:

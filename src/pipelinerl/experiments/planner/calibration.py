@@ -159,21 +159,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """The measured costs as a table, with a warning if other programs occupied the machine."""
-        machine, lengths = self.machine, LengthDistribution(self.lengths)
-        rows = {
-            f"decode step, {count(active, 'sequence')}": f"{1e3 * step_s:.3g} ms, {active / step_s:.0f} tokens/s"
-            for active, step_s in self.decode_s.items()
-        } | {
-            "rollout, besides its decode steps": f"{1e3 * self.rollout_s:.3g} ms",
-            "weight update": f"{1e3 * self.update_pause_s:.3g} ms",
-            "generation, all slots in use": f"{self.tokens_per_s:.0f} tokens/s",
-            "optimizer step": f"{1e3 * self.train_step_s:.3g} ms + {1e6 * self.train_token_s:.3g} us a token",
-            "tokens that have a gradient": f"{self.used_share:.0%} in the first steps",
-            "lengths in the first steps": f"mean {lengths.mean:.1f}, longest {lengths.longest} tokens",
-            "the run": f"{self.schedule} with {count(self.processes, 'engine')}",
-        }
-        title = f"{machine.cpu}, {machine.cores} cores, model {self.model}"
-        shown = table(title, [{"what": what, "measured": found} for what, found in rows.items()])
+        names = ("rollout_s", "tokens_per_s", "update_pause_s", "train_step_s", "train_token_s", "prepare_s", "used_share")
+        costs = {f"decode_s, {count(active, 'sequence')}": step_s for active, step_s in self.decode_s.items()}
+        costs |= {name: getattr(self, name) for name in names} | {"lengths, mean": LengthDistribution(self.lengths).mean}
+        rows = [{"cost": name, "measured": f"{value:.3g}"} for name, value in costs.items()]
+        shown = table(f"{self.machine.cpu}, {count(self.machine.cores, 'core')}, model {self.model}", rows)
         return in_terminal(shown) + "".join(f"{doubt}: measure again when it is not\n" for doubt in self.doubts())
 
 

@@ -189,7 +189,9 @@ class WatchedRun:
 
     def _look_at_groups(self, now: float) -> None:
         found = self._group_tail.look()
-        self._groups = _newest_of([*([] if self._group_tail.restarted else self._groups), *found])
+        groups = [*([] if self._group_tail.restarted else self._groups), *found]  # the one to show first comes last
+        differ = [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1][-1:]
+        self._groups = [*[group for group in groups if group not in differ][len(differ) - GROUPS :], *differ]
         self._groups_changed = self._groups_changed or bool(found)
         if self._groups_changed and self._loader is None:  # not in the way of the page, which may be stopped meanwhile
 
@@ -295,13 +297,6 @@ def _changed_s(path: Path) -> float:
 
 
 # ---- groups, as text in spans of weight versions
-
-
-def _newest_of(groups: Sequence[Group]) -> list[Group]:
-    """The groups to show of `groups`, which are in the order of the file; the one to show first comes last."""
-    differ = [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1][-1:]
-    others = [group for group in groups if group not in differ]
-    return [*others[len(differ) - GROUPS :], *differ]
 
 
 def _shown_group(group: Group, texts: TokenText) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Runs:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises RunDirectoryError for a path that has no run."""
-        self._paths = paths
+        self.paths = paths
         self.watched: dict[Path, WatchedRun] = {}
         for path in paths:
             if not _runs_in(path):
@@ -56,14 +56,14 @@ class Runs:
 
     def folders(self) -> dict[str, Path]:
         """The run directories by label, those of a folder newest first. A named run that has gone keeps its label."""
-        found = [run for path in self._paths for run in _runs_in(path) or [path]]
+        found = [run for path in self.paths for run in _runs_in(path) or [path]]
         unique = list({run.resolve(): run for run in found}.values())
         return dict(zip(labels_of(unique), unique, strict=True))
 
     def listed(self) -> list[dict[str, Any]]:
         """The labels. `first`: a page shows the run until its reader chooses others."""
         labels = list(self.folders())
-        alone = all((path / "config.yaml").is_file() for path in self._paths)
+        alone = all((path / "config.yaml").is_file() for path in self.paths)
         return [{"label": label, "first": place < (SHOWN_FIRST if alone else 1)} for place, label in enumerate(labels)]
 
 
@@ -130,12 +130,18 @@ async def _events(chosen: dict[str, WatchedRun], stopping: asyncio.Event, end_no
             await asyncio.wait_for(stopping.wait(), 0.05 if behind else LOOK_EVERY_S + 0.05)
 
 
-def serve(runs: Runs, listening: socket.socket, *, lifeline_fd: int | None = None, end_note: str = "") -> int:
-    """Serve until Ctrl-C, SIGTERM or the end of the parent process (`lifeline_fd`). Returns the exit status."""
+def serve(runs: Runs, listening: socket.socket, *, beside: bool = False) -> int:
+    """Serve until Ctrl-C or SIGTERM, and `beside` a run, at a lower priority, until its launcher ends; the exit status."""
+    note, lifeline = "The page's server was stopped.", -1
+    if beside:
+        note = f"The run has ended, and the server of this page with it. `pipelinerl watch {runs.paths[0]}` shows it again."
+        lifeline = take_stdin()
+        with contextlib.suppress(OSError):
+            lower_priority()
 
     async def run() -> None:
         stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-        server = QuietServer(uvicorn_config(make_app(runs, stopping=stopping, end_note=end_note), close_s=CLOSE_S))
+        server = QuietServer(uvicorn_config(make_app(runs, stopping=stopping, end_note=note), close_s=CLOSE_S))
 
         def stop() -> None:
             stopping.set()
@@ -143,13 +149,13 @@ def serve(runs: Runs, listening: socket.socket, *, lifeline_fd: int | None = Non
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        if lifeline_fd is not None:
+        if beside:
 
             def stop_from_thread() -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended already
                     loop.call_soon_threadsafe(stop)
 
-            when_closed(lifeline_fd, stop_from_thread, CLOSE_S + 1)
+            when_closed(lifeline, stop_from_thread, CLOSE_S + 1)
         await server.serve([listening])
 
     asyncio.run(run())
@@ -190,12 +196,3 @@ class Beside:
         self._listening.close()
         if self._child is not None:
             self._child.stop()
-
-
-def serve_beside(run_dir: Path, listening: socket.socket) -> int:
-    """In the page's process: serve the run until its launcher ends, at a lower priority than the run."""
-    lifeline = take_stdin()
-    with contextlib.suppress(OSError):
-        lower_priority()
-    note = f"The run has ended, and the server of this page with it. `pipelinerl watch {run_dir}` shows it again."
-    return serve(Runs([run_dir]), listening, lifeline_fd=lifeline, end_note=note)
