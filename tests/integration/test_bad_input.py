@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 import pipelinerl
 from pipelinerl.checkpoint import by_version, load_checkpoint
 from pipelinerl.cli import main
-from pipelinerl.errors import StalledError
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.run_directory import RunDirectory
 from tests.integration.runs import (
@@ -170,13 +169,6 @@ def test_an_environment_that_always_fails(tmp_path: Path, capsys: pytest.Capture
     error = capsys.readouterr().err
     assert "KeyError: 'prize'" in error
     assert "task.py" in error
-
-
-@pytest.mark.slow
-def test_rollouts_that_wait_for_ever_are_named(tmp_path: Path) -> None:
-    kind = write_environment(tmp_path, "async def rollout(self, problem, client):\n    await asyncio.Event().wait()")
-    with pytest.raises(StalledError, match=r"the environment: \d+ rollouts run environment code"):
-        run(tmp_path / "r", environment__kind=kind, launch__watchdog_s=2)
 
 
 def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Callable[..., str]) -> None:

@@ -37,15 +37,7 @@ def test_the_wheel_runs_the_demo_in_a_clean_environment(tmp_path: Path) -> None:
     run(str(python), "-m", "pipelinerl", "train", "--run_dir", "a-run", *settings)
     assert json.loads((tmp_path / "a-run" / "summary.json").read_text())["status"] == "finished"
     assert (tmp_path / "a-run" / "curves.png").is_file()
-    tools = ["--model.path", "demo-tools", "--environment.kind", "calculator"]
-    run(str(python), "-m", "pipelinerl", "train", "--run_dir", "with-tools", *tools, *settings)
-    assert json.loads((tmp_path / "with-tools" / "summary.json").read_text())["status"] == "finished"
     assert run(str(tmp_path / "venv/bin/pipelinerl"), "--version").startswith("pipelinerl ")
-
-
-def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "pipelinerl", "--version"], check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("pipelinerl ")
 
 
 def test_containers_name_commands_flags_and_files_that_exist() -> None:
@@ -63,24 +55,3 @@ def test_containers_name_commands_flags_and_files_that_exist() -> None:
     assert all((ROOT / name).exists() for names in copied for name in names.split())
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert {name for names in copied for name in names.split()} == allowed
-    assert "install:" in (ROOT / "Makefile").read_text(), json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-
-
-def test_make_installs_nothing_into_an_environment_of_somebody_else(tmp_path: Path) -> None:
-    def own(folder: Path) -> subprocess.CompletedProcess[str]:
-        command = ["make", "--no-print-directory", "own", f"VENV={folder}"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/pyvenv.cfg").touch()
-    for mark in (None, "/another/clone"):
-        if mark:
-            (tmp_path / "theirs/.owner").write_text(f"{mark}\n")
-        refused = own(tmp_path / "theirs")
-        assert refused.returncode == 2
-        assert "was not made by this clone" in refused.stderr
-    (tmp_path / "theirs/.owner").write_text(f"{ROOT}\n")
-    assert own(tmp_path / "theirs").returncode == own(tmp_path / "absent").returncode == 0
-    targets = (ROOT / "Makefile").read_text()
-    for target in ("$(BASE): pyproject.toml constraints.txt | own", "$(STAMP): $(BASE) | own", "install-locked: own"):
-        assert f"{target}\n" in targets

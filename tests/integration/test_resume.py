@@ -35,11 +35,17 @@ from tests.integration.runs import (
 
 
 @pytest.mark.parametrize(
-    "of_loss", [{}, {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"}], ids=["default", "KL penalty"]
+    "other",
+    [
+        {},
+        {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"},
+        pytest.param({"model__lora__rank": 8, "trainer__learning_rate": 3e-3}, marks=pytest.mark.slow),
+    ],
+    ids=["default", "KL penalty", "adapters"],
 )
-def test_the_next_step_after_a_resume_is_the_same(of_loss: dict[str, Any], tmp_path: Path) -> None:
+def test_the_next_step_after_a_resume_is_the_same(other: dict[str, Any], tmp_path: Path) -> None:
     """On policy, so that nothing is in flight at the checkpoint: to the bit. The reference model is not the checkpoint."""
-    settings = {"schedule__kind": "conventional", "trainer__keep_checkpoints": 10, **of_loss}
+    settings = {"schedule__kind": "conventional", "trainer__keep_checkpoints": 10, **other}
     run(tmp_path / "straight", trainer__steps=4, trainer__checkpoint_every=3, **settings)
     run(tmp_path / "halves", trainer__steps=2, **settings)
     resume(tmp_path / "halves", trainer__steps=3)
