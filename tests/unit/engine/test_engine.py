@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,42 +15,19 @@ from pipelinerl.engine import LocalEngine, flat, local
 from pipelinerl.engine.static import engine_for
 from pipelinerl.errors import LogitsError, PromptTooLongError, RequestError, UnsupportedModelError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models import state
 from pipelinerl.models.state import checksum, device_checksum, named_weights
 from pipelinerl.serving.wire import token_events
-from pipelinerl.types import (
-    Completion,
-    GenerationRequest,
-    SamplingParams,
-    cancelled_completion,
-)
+from pipelinerl.types import cancelled_completion
 from tests.parity.models import VOCABULARY, make_family, make_model
+from tests.unit.engine.engine_parts import request, serve, update_of
+
+LONG_PROMPT = tuple(random.Random(1).randrange(3, VOCABULARY) for _ in range(40))
 
 
 def engine(slots: int = 4, **options: Any) -> LocalEngine:
     return LocalEngine(
         make_model("llama"), **{"slots": slots, "max_length": 96, "prefill_tokens": 16, "flatten": False} | options
     )
-
-
-def request(name: str, prompt: tuple[int, ...] = (3, 4, 5), max_tokens: int = 10, **options: Any) -> GenerationRequest:
-    stream = options.pop("stream", False)
-    sampling = SamplingParams(max_tokens=max_tokens, **options)
-    return GenerationRequest(id=name, prompt_ids=prompt, sampling=sampling, stream=stream)
-
-
-def drain(engine: LocalEngine, limit: int = 500) -> dict[str, Completion]:
-    done: dict[str, Completion] = {}
-    for _ in range(limit):
-        done |= {completion.request_id: completion for completion in engine.step().finished}
-        if not engine.in_progress and not engine.queued:
-            return done
-    raise AssertionError("the engine did not finish")
-
-
-def update_of(seed: int, version: int) -> WeightUpdate:
-    tensors = named_weights(make_model("llama", seed))
-    return WeightUpdate(version, checksum(tensors), tensors)
 
 
 def test_same_prompt_is_prefilled_once_and_sampled_apart() -> None:
@@ -59,7 +37,7 @@ def test_same_prompt_is_prefilled_once_and_sampled_apart() -> None:
         served.submit(member)
     served.step()
     assert served.progress().tokens_generated == 4  # 48 prompt tokens would have taken three steps of 16
-    done = drain(served)
+    done = serve(served)
     assert len({completion.token_ids for completion in done.values()}) > 1
     for member in group:
         alone = engine().generate([member])[0]
@@ -67,37 +45,27 @@ def test_same_prompt_is_prefilled_once_and_sampled_apart() -> None:
         assert done[member.id].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
-def test_cancel_frees_the_slot_wherever_the_request_is() -> None:
-    served = engine(slots=2)
-    long_prompt = tuple(random.Random(1).randrange(3, VOCABULARY) for _ in range(40))
+def test_cancel_frees_the_slot_wherever_the_request_is_and_leaves_the_others_right() -> None:
+    expected = engine().generate([request("follower", LONG_PROMPT, 12)])[0]
+    served = engine(slots=3)
     served.submit(request("decoding", max_tokens=50))
     served.step()
-    served.submit(request("leader", long_prompt, 5))
-    served.submit(request("waiting", max_tokens=5))
-    served.step()
-    assert (served.in_progress, served.queued) == (2, 1)
-    for name in ("decoding", "waiting", "unknown"):
-        served.cancel(name)
-    output = served.step()
-    assert {completion.request_id: completion.finish_reason for completion in output.finished} == {
-        "decoding": "cancelled",
-        "waiting": "cancelled",
-    }
-    assert len(next(c for c in output.finished if c.request_id == "decoding").token_ids) == 2
-    assert drain(served)["leader"].finish_reason == "length"
-
-
-def test_cancelling_the_leader_of_a_shared_prefill_leaves_the_others_right() -> None:
-    long_prompt = tuple(random.Random(1).randrange(3, VOCABULARY) for _ in range(40))
-    expected = engine().generate([request("b", long_prompt, 12)])[0]
-    served = engine()
-    served.submit(request("a", long_prompt, 12))
-    served.submit(request("b", long_prompt, 12))
+    for name in ("leader", "follower", "waiting"):  # the first two share a prefill
+        served.submit(request(name, LONG_PROMPT, 12))
     served.step()  # 16 of 40 prompt tokens
-    served.cancel("a")
-    done = drain(served)
-    assert done["b"].token_ids == expected.token_ids
-    assert done["b"].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert (served.in_progress, served.queued) == (3, 1)
+    for name in ("decoding", "leader", "waiting", "unknown"):
+        served.cancel(name)
+    cancelled = {completion.request_id: completion for completion in served.step().finished}
+    assert {name: len(completion.token_ids) for name, completion in cancelled.items()} == {
+        "decoding": 2,
+        "leader": 0,
+        "waiting": 0,
+    }
+    assert {completion.finish_reason for completion in cancelled.values()} == {"cancelled"}
+    done = serve(served)["follower"]
+    assert (done.token_ids, done.finish_reason) == (expected.token_ids, "length")
+    assert done.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_a_request_that_can_not_be_served_fails_alone_with_the_numbers() -> None:
@@ -114,7 +82,7 @@ def test_a_request_that_can_not_be_served_fails_alone_with_the_numbers() -> None
     ):
         with pytest.raises(PromptTooLongError if refused.id == "long" else RequestError, match=problem):
             served.submit(refused)
-    assert set(drain(served)) == {"good"}
+    assert set(serve(served)) == {"good"}
 
 
 def test_an_update_neither_drops_nor_delays_a_sequence() -> None:
@@ -156,7 +124,7 @@ def test_an_update_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(WeightUpdateError, match=problem):
             served.update_weights(changed)
     assert served.version == 5
-    assert drain(served)["x"].token_ids == engine().generate([request("x", max_tokens=30)])[0].token_ids
+    assert serve(served)["x"].token_ids == engine().generate([request("x", max_tokens=30)])[0].token_ids
     served.update_weights(good)
     assert checksum(named_weights(served._runner.model)) == good.checksum
 
@@ -180,7 +148,7 @@ def test_logits_that_are_not_finite_end_the_engine_by_an_error(temperature: floa
         served.step()
     served.update_weights(too_large(1))
     with pytest.raises(LogitsError, match="weights of version 1"):
-        drain(served)
+        serve(served)
 
 
 def test_an_update_does_not_hide_logits_that_were_not_finite() -> None:
@@ -197,7 +165,7 @@ def test_after_a_restart_it_is_as_if_it_had_just_been_made() -> None:
     """Wherever its requests were. It then takes weights of a lower version, and draws what a new engine draws."""
     used, new = engine(slots=2), engine(slots=2)
     used.update_weights(update_of(1, 7))
-    for name, prompt in (("decoding", (3, 4)), ("prefilling", tuple(range(3, 43))), ("waiting", (5, 6))):
+    for name, prompt in (("decoding", (3, 4)), ("prefilling", LONG_PROMPT), ("waiting", (5, 6))):
         used.submit(request(name, prompt, 50))
         used.step()
     assert (used.in_progress, used.queued) == (2, 1)
@@ -210,31 +178,16 @@ def test_after_a_restart_it_is_as_if_it_had_just_been_made() -> None:
     assert used.generate(again) == new.generate(again)
 
 
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights on the CPU are treated as those on a GPU."""
-    monkeypatch.setattr(local, "on_gpu", lambda _: True)
-
-
-def with_sums(update: WeightUpdate) -> WeightUpdate:
-    return update._replace(device_checksum=device_checksum(update.tensors))
-
-
-@pytest.mark.usefixtures("on_device")
-def test_on_a_device_sums_are_compared_and_nothing_is_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, update = engine(), with_sums(update_of(1, version=1))
-    monkeypatch.setattr(local, "checksum", None)  # they must not be called
-    monkeypatch.setattr(state, "not_finite", None)
-    assert served.update_weights(update).checksum == update.checksum
-
-
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("fault", ["after the copy", "before they were hashed", "rounded to another type"])
-@pytest.mark.usefixtures("on_device")
-def test_weights_that_are_not_those_of_the_update_are_found_out(fault: str, sums: bool) -> None:
+def test_weights_that_are_not_those_of_the_update_are_found_out(
+    fault: str, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "on_gpu", lambda _: True)  # sums are compared, as on a GPU
     model, update = make_model("llama"), update_of(1, version=1)
     served = LocalEngine(model.bfloat16() if "rounded" in fault else model, slots=4, max_length=96, flatten=False)
-    update = with_sums(update) if sums else update
+    if sums:
+        update = update._replace(device_checksum=device_checksum(update.tensors))
     if fault == "before they were hashed":
         update = update._replace(tensors=update_of(2, version=1).tensors)
     copied = served._runner.weights_changed
@@ -264,7 +217,7 @@ def test_an_engine_on_the_cpu_verifies_the_checksum_of_an_update_with_sums() -> 
 def test_a_completion_cut_at_any_token_says_which_weights_read_its_prompt(kv: Any, prompt: list[Any]) -> None:
     """One update comes between two chunks of the prompt, one after two tokens, and one after the last token."""
     served, events = engine(kv_on_update=kv), []
-    served.submit(request("x", tuple(range(3, 43)), 9, stream=True))
+    served.submit(request("x", LONG_PROMPT, 9, stream=True))
     for version in (1, 2, 3):
         while len(events) < 2 * version - 2:
             events += served.step().tokens
@@ -280,34 +233,19 @@ def test_a_completion_cut_at_any_token_says_which_weights_read_its_prompt(kv: An
     assert [[(span.version, span.start, span.end) for span in one.prompt_versions] for one in cut[1:]] == prompt
 
 
-@pytest.fixture(scope="module")
-def one_by_one() -> tuple[list[GenerationRequest], list[Completion]]:
-    """Requests of many lengths and endings, and what an engine with one slot answers."""
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_rows_move_without_mixing_sequences(kv: Any) -> None:
+    """Many lengths and endings in few slots, with updates to the very same weights: all moves, no change."""
     generator = random.Random(3)
     wanted = [
         request(f"r{i}", tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))), 1 + i)
         for i in range(24)
     ]
-    return wanted, engine(slots=1).generate(wanted)
-
-
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_rows_move_without_mixing_sequences(kv: Any, one_by_one: tuple[list[GenerationRequest], list[Completion]]) -> None:
-    """In few slots, with updates to the very same weights: all moves, no change."""
-    wanted, expected = one_by_one
-    served = engine(slots=7, kv_on_update=kv)
-    for item in wanted:
-        served.submit(item)
-    done: dict[str, Completion] = {}
-    step = 0
-    while len(done) < len(wanted):
-        if step % 5 == 0:
-            served.update_weights(update_of(0, version=0))
-        done |= {completion.request_id: completion for completion in served.step().finished}
-        step += 1
-    for item, completion in zip(wanted, expected, strict=True):
-        assert done[item.id].token_ids == completion.token_ids
-        assert done[item.id].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
+    done = serve(engine(slots=7, kv_on_update=kv), wanted, dict.fromkeys(range(0, 100, 5), update_of(0, version=0)))
+    for expected in engine(slots=1).generate(wanted):
+        found = done[expected.request_id]
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -325,19 +263,17 @@ def test_a_model_that_raises_on_the_probe_is_refused() -> None:
         LocalEngine(model, slots=1, max_length=32)
 
 
-def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:
-    class Strange(nn.Module):
-        """Adds the absolute position to the hidden states in a way that our positions don't follow."""
-
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, hidden: torch.Tensor, **options: Any) -> Any:
-            return self.inner(hidden + torch.arange(hidden.shape[1])[None, :, None], **options)
-
+def with_first_layer(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A model whose first layer gets its hidden states changed."""
     model = make_model("llama")
-    model.model.layers[0] = Strange(model.model.layers[0])
+    own = model.model.layers[0].forward
+    model.model.layers[0].forward = lambda hidden, **options: own(change(hidden), **options)
+    return model
+
+
+def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:
+    """It adds absolute positions, which are not those of a packed batch."""
+    model = with_first_layer(lambda hidden: hidden + torch.arange(hidden.shape[1])[None, :, None])
     with pytest.raises(UnsupportedModelError, match="off by"):
         LocalEngine(model, slots=1, max_length=64)
 
@@ -345,18 +281,8 @@ def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:
 def test_a_model_that_can_not_be_flattened_runs_as_it_is(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Deciding(nn.Module):
-        """Does the same either way, but looks at its data first."""
-
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, hidden: torch.Tensor, **options: Any) -> Any:
-            return self.inner(hidden if bool(hidden.sum() > 0) else hidden.clone(), **options)
-
-    model = make_model("llama")
-    model.model.layers[0] = Deciding(model.model.layers[0])
+    """It looks at its data before it does the same either way."""
+    model = with_first_layer(lambda hidden: hidden if bool(hidden.sum() > 0) else hidden.clone())
     served = LocalEngine(model, slots=2, max_length=64)
     assert "can't be exported as a graph" in caplog.text
     assert "def forward" not in capsys.readouterr().err  # torch would print the graph
@@ -372,14 +298,7 @@ def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyP
     assert packed._runner._flat is not None
     assert packed._runner._flat._packed
     wanted = [request(f"r{i}", tuple(range(3, 6 + i)), 20) for i in range(6)]
-    completions = []
-    for served in (packed, plain):
-        for one in wanted:
-            served.submit(one)
-        for _ in range(8):
-            served.step()
-        served.update_weights(update_of(1, version=1))
-        completions.append(drain(served))
+    completions = [serve(served, wanted, {8: update_of(1, version=1)}) for served in (packed, plain)]
     for one in wanted:
         found, expected = (done[one.id] for done in completions)
         assert found.token_ids == expected.token_ids

@@ -16,9 +16,10 @@ from pipelinerl.engine import local, static, varlen
 from pipelinerl.engine.static import DeviceRows, StaticEngine
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams
+from pipelinerl.types import GenerationRequest
 from tests.parity.models import make_model
 from tests.pretend_cuda import CUDA, pretended_cuda
+from tests.unit.engine.engine_parts import request, serve
 
 MODELS = [make_model("qwen3", seed=seed).bfloat16() for seed in range(2)]
 NEW = {name: tensor.clone() for name, tensor in named_weights(MODELS[1]).items()}
@@ -27,12 +28,7 @@ NEW = {name: tensor.clone() for name, tensor in named_weights(MODELS[1]).items()
 def requests(count: int, **sampling: Any) -> list[GenerationRequest]:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 97, (3 + 5 * (i % 4),), generator=generator).tolist() for i in range(count)]
-    return [
-        GenerationRequest(
-            id=f"r{i}", prompt_ids=tuple(prompt), sampling=SamplingParams(max_tokens=6 + 2 * i, seed=i, **sampling)
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+    return [request(f"r{i}", tuple(prompt), 6 + 2 * i, seed=i, **sampling) for i, prompt in enumerate(prompts)]
 
 
 SCENARIOS: dict[str, tuple[list[GenerationRequest], int | None]] = {
@@ -44,34 +40,23 @@ SCENARIOS: dict[str, tuple[list[GenerationRequest], int | None]] = {
 }
 
 
-def run(engine: StaticEngine, wanted: list[GenerationRequest], update_at: int | None) -> tuple[list[Completion], int]:
-    """The completions, and the number of steps."""
-    for request in wanted:
-        engine.submit(request)
-    done: dict[str, Completion] = {}
-    steps = 0
-    while len(done) < len(wanted):
-        if steps == update_at:
-            engine.update_weights(WeightUpdate(engine.version + 1, checksum(NEW), NEW))
-        done |= {completion.request_id: completion for completion in engine.step().finished}
-        steps += 1
-        assert steps < 100
-    return [done[request.id] for request in wanted], steps
-
-
 def engine_on(where: str) -> StaticEngine:
     return StaticEngine(copy.deepcopy(MODELS[0]).to(where), slots=8, max_length=64, flatten=False)
 
 
-def tokens(completions: list[Completion]) -> list[object]:
-    return [(completion.token_ids, completion.weight_versions) for completion in completions]
+def tokens(engine: StaticEngine, scenario: str) -> list[object]:
+    """The tokens that it samples, and their versions."""
+    wanted, update_at = SCENARIOS[scenario]
+    updates = {} if update_at is None else {update_at: WeightUpdate(engine.version + 1, checksum(NEW), NEW)}
+    done = serve(engine, wanted, updates)
+    return [(done[one.id].token_ids, done[one.id].weight_versions) for one in wanted]
 
 
 @cache
-def expected_of(*names: str) -> list[object]:
-    """The tokens of the CPU in these scenarios, one after the other. Asked for before a fault is planted."""
+def expected_of(*scenarios: str) -> list[object]:
+    """The tokens of the CPU, one scenario after the other. Asked for before a fault is planted."""
     on_cpu = engine_on("cpu")
-    return [tokens(run(on_cpu, *SCENARIOS[name])[0]) for name in names]
+    return [tokens(on_cpu, scenario) for scenario in scenarios]
 
 
 def test_it_samples_what_the_cpu_samples_and_waits_once_a_step() -> None:
@@ -79,11 +64,12 @@ def test_it_samples_what_the_cpu_samples_and_waits_once_a_step() -> None:
     with pretended_cuda() as device:
         engine = engine_on("cuda")
         assert "one CUDA graph each" in engine.progress().runner
-        for name, (wanted, update_at) in SCENARIOS.items():
+        for name, (_, update_at) in SCENARIOS.items():
             device.waits.clear()
             device.operations.clear()
-            found, steps = run(engine, wanted, update_at)
-            assert tokens(found) == expected[name], name
+            before = engine.progress().decode_steps
+            assert tokens(engine, name) == expected[name], name
+            steps = engine.progress().decode_steps - before
             assert device.operations["attention, slow"] == 0
             if update_at is None:
                 assert set(device.waits) == {"an event"}, name
@@ -138,7 +124,7 @@ def test_a_planted_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], mo
     with pretended_cuda():
         try:
             engine = engine_on("cuda")
-            found = [tokens(run(engine, *SCENARIOS[name])[0]) for name in names]
+            found = [tokens(engine, name) for name in names]
         except Exception as error:  # noqa: BLE001 - however a device shows it
             found = error
     assert found != expected

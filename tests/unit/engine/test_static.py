@@ -18,7 +18,7 @@ from pipelinerl.serving.wire import token_events
 from pipelinerl.types import GenerationRequest, versions_from_spans
 from tests.parity.models import VOCABULARY, make_model
 from tests.parity.test_engine import full_forward_logprobs
-from tests.unit.engine.test_engine import drain, request, update_of
+from tests.unit.engine.engine_parts import request, serve, update_of
 
 
 def static(slots: int = 4, **options: Any) -> StaticEngine:
@@ -114,9 +114,7 @@ def test_streams_cancellations_and_updates_at_any_step_leave_every_token_and_ver
 def test_rows_gather_when_most_have_ended() -> None:
     wanted = [request(f"r{i}", (3 + i, 4, 5), 60 if i >= 18 else 5 + i % 3) for i in range(20)]
     served = static(20)
-    for asked in wanted:
-        served.submit(asked)
-    done = drain(served)
+    done = serve(served, wanted)
     assert served._table.highest() == 0
     assert served._rows.integers[0][:8].max() > 40  # one of the two long sequences, which began in the last rows
     expected = packed(20).generate(wanted)
@@ -124,13 +122,9 @@ def test_rows_gather_when_most_have_ended() -> None:
 
 
 def test_a_row_that_ended_before_an_update_keeps_the_versions_it_was_made_with() -> None:
-    served = static(kv_on_update="recompute")
-    served.submit(request("short", max_tokens=2))
-    served.submit(request("long", max_tokens=9))
-    for _ in range(2):
-        served.step()  # the second token of "short" has been sampled, but not been read
-    served.update_weights(update_of(1, version=1))
-    done = drain(served)
+    wanted = [request("short", max_tokens=2), request("long", max_tokens=9)]
+    # After two steps the second token of "short" has been sampled, but not been read.
+    done = serve(static(kv_on_update="recompute"), wanted, {2: update_of(1, version=1)})
     spans = {name: [(span.version, span.end) for span in completion.weight_versions] for name, completion in done.items()}
     assert spans == {"short": [(0, 2)], "long": [(0, 2), (1, 9)]}
     assert [span.version for span in done["short"].prompt_versions] == [0]
