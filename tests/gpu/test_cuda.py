@@ -20,7 +20,6 @@ from pipelinerl.engine.static import StaticEngine
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
 from pipelinerl.hub.hub import DirectMessages
-from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import packed
 from pipelinerl.models.attention import attend
 from pipelinerl.models.device import pin
@@ -28,12 +27,13 @@ from pipelinerl.models.loading import Float32Head
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, device_checksum, device_digests_of, digests_of, named_weights
 from pipelinerl.models.varlen import attention_of, varlen_reference
-from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.delta import apply, encode
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender
 from tests.parity.models import CONFIGS, make_model
-from tests.parity.test_engine import full_forward_logprobs, requests, run_with_updates
+from tests.parity.test_engine import gaps_to_full_forwards, requests
+from tests.unit.engine.engine_parts import request as request_of
+from tests.unit.engine.engine_parts import serve, update_of
 from tests.unit.models import test_packed
 
 pytestmark = [
@@ -56,9 +56,7 @@ def test_log_probabilities_are_those_of_a_full_forward_on_the_cpu(family: str) -
     engine = LocalEngine(make_model(family).cuda(), slots=6, max_length=128, prefill_tokens=24)
     wanted = requests(10, temperature=1.0)
     for request, done in zip(wanted, engine.generate(wanted), strict=True):
-        rows = full_forward_logprobs(reference, request.prompt_ids, done.token_ids)[len(request.prompt_ids) - 1 : -1]
-        expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-        assert (expected - torch.tensor(done.logprobs)).abs().max() < 1e-3
+        assert (gaps_to_full_forwards({0: reference}, request, done) < 1e-3).all()
 
 
 @pytest.mark.parametrize(
@@ -71,15 +69,11 @@ def test_an_update_from_cpu_tensors_is_whole_and_takes_effect_at_once(
     models = {version: make_model(family, seed=version).to(dtype) for version in range(2)}
     served = make_model(family).to(dtype).cuda()
     engine = kind(served, slots=4, max_length=128, kv_on_update="recompute")
-    tensors = named_weights(models[1])
-    wanted = [GenerationRequest(id="x", prompt_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=20, seed=1))]
-    done = run_with_updates(engine, wanted, {8: WeightUpdate(1, checksum(tensors), tensors)})["x"]
-    assert checksum(named_weights(served)) == checksum(tensors)
+    wanted, update = request_of("x", (5, 6, 7), 20, seed=1), update_of(models[1], version=1)
+    done = serve(engine, [wanted], {8: update})["x"]
+    assert checksum(named_weights(served)) == update.checksum
     assert [(span.version, span.end) for span in done.weight_versions] == [(0, 8), (1, 20)]
-    for version, part in ((0, slice(0, 8)), (1, slice(8, 20))):
-        rows = full_forward_logprobs(models[version], (5, 6, 7), done.token_ids)[2:-1]
-        expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-        assert (expected[part] - torch.tensor(done.logprobs)[part]).abs().max() < tolerance
+    assert (gaps_to_full_forwards(models, wanted, done) < tolerance).all()
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -130,9 +124,7 @@ def test_graphs_give_what_plain_calls_give() -> None:
     assert [completion.token_ids for completion in replayed] == [completion.token_ids for completion in called]
     reference = make_model("qwen3").bfloat16()
     for request, done in zip(wanted, replayed, strict=True):
-        rows = full_forward_logprobs(reference, request.prompt_ids, done.token_ids)[len(request.prompt_ids) - 1 : -1]
-        expected = rows.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-        assert (expected - torch.tensor(done.logprobs)).abs().max() < 0.3
+        assert (gaps_to_full_forwards({0: reference}, request, done) < 0.3).all()
 
 
 def test_sampling_and_digests_on_the_device_are_those_on_the_cpu() -> None:

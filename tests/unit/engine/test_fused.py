@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.engine import varlen
 from pipelinerl.engine.static import StaticEngine
 from pipelinerl.engine.varlen import VarlenRunner
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.types import GenerationRequest, SamplingParams
+from pipelinerl.types import GenerationRequest
 from tests.parity.models import CONFIGS, make_model
+from tests.unit.compiler_parts import NotingCompiler, absent_compiler, nothing_compiled, wrong_compiler  # noqa: F401
+from tests.unit.engine.engine_parts import request
 
 LAYERS = 3
 OTHERS = {"qwen3", "gemma3", "mistral-window", "phi"}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.fspath(tmp_path_factory.getbasetemp() / "compiled"))
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def deep_model(family: str) -> Any:
@@ -39,8 +34,7 @@ def deep_model(family: str) -> Any:
 
 def requests() -> list[GenerationRequest]:
     """Of different lengths, so that steps compute sixteen rows at first, if there are as many, and eight at the end."""
-    sampling = [SamplingParams(max_tokens=3 + 2 * i, seed=i) for i in range(12)]
-    return [GenerationRequest(id=f"r{i}", prompt_ids=(5, 7, 3 + i), sampling=one) for i, one in enumerate(sampling)]
+    return [request(f"r{i}", (5, 7, 3 + i), 3 + 2 * i, seed=i) for i in range(12)]
 
 
 def generated(engine: StaticEngine) -> list[object]:
@@ -78,36 +72,28 @@ def test_products_of_one_input_are_joint_and_follow_what_is_written_to_their_par
     ["llama", *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for name in sorted(OTHERS))],
 )
 def test_layers_of_a_kind_are_compiled_once_for_all_numbers_of_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[Any] = []
-
-    def noting(graph: Any, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward  # type: ignore[no-any-return]
-
-    plain = expected_of(deep_model(family), slots=16)
+    plain, noting = expected_of(deep_model(family), slots=16), NotingCompiler()
     monkeypatch.setitem(varlen.COMPILERS, "cpu", noting)
     engine = StaticEngine(deep_model(family), slots=16, max_length=64)
     assert "of 3 compiled pieces" in engine.progress().runner
-    assert len(graphs) == 4  # sampling is one
+    assert len(noting.graphs) == 4  # sampling is one
     assert generated(engine) == plain
-    assert len(graphs) == 4
+    assert len(noting.graphs) == 4
 
 
-@pytest.mark.parametrize("fault", ["no compiler", pytest.param("wrong", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (absent_compiler, "RuntimeError: No working C++ compiler found"),
+        pytest.param(wrong_compiler, "log-probabilities", marks=pytest.mark.slow),
+    ],
+)
 def test_what_can_not_be_compiled_exactly_runs_as_it_is_and_says_why(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiler: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def faulty(graph: Any, _: object) -> Callable[..., Any]:
-        if fault == "no compiler":
-            raise RuntimeError("No working C++ compiler found\nand more")
-        return lambda *given: tuple(
-            out * 1.1 if isinstance(out, Tensor) and out.is_floating_point() else out for out in graph.forward(*given)
-        )
-
     plain = expected_of(make_model("llama"), slots=8)
-    monkeypatch.setitem(varlen.COMPILERS, "cpu", faulty)
+    monkeypatch.setitem(varlen.COMPILERS, "cpu", compiler)
     engine = StaticEngine(make_model("llama"), slots=8, max_length=64)
-    reason = "RuntimeError: No working C++ compiler found" if fault == "no compiler" else "log-probabilities"
     _, _, described = engine.progress().runner.partition("as an exported graph, not compiled: ")
     assert reason in described
     assert reason in caplog.text

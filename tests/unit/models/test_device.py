@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,32 +32,23 @@ def test_tensors_arrive_under_their_names_in_order_and_in_parts(monkeypatch: pyt
     assert found == [("c", [0, 0]), ("c", [0]), ("a", [1, 1]), ("a", [1])]
 
 
-class Cudart:
-    """The two calls of CUDA's runtime."""
-
-    def __init__(self, error: int) -> None:
-        self._error = error
-        self.pinned: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if not self._error:
-            self.pinned[address] = size
-        return self._error
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
-
-
 @pytest.mark.parametrize("error", [0, 801])
 def test_memory_is_pinned_until_it_is_unpinned_and_a_refusal_is_logged(
     error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cudart, memory_U8 = Cudart(error), torch.zeros(100, dtype=torch.uint8)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory_U8, pinned = torch.zeros(100, dtype=torch.uint8), {}
+
+    def register(address: int, size: int, _: int) -> int:
+        if not error:
+            pinned[address] = size
+        return error
+
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    )
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     unpin = pin(memory_U8[7:20], CPU)
-    assert cudart.pinned == ({} if error else {memory_U8.data_ptr(): 100})
+    assert pinned == ({} if error else {memory_U8.data_ptr(): 100})
     assert ["can't be pinned (CUDA error 801)" in message for message in caplog.messages] == [True] * bool(error)
     unpin()
-    assert not cudart.pinned
+    assert not pinned

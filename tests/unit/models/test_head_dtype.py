@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +11,47 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipelinerl.config.load import load_config
 from pipelinerl.engine import LocalEngine, flat
-from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models import loading
 from pipelinerl.models.loading import Float32Head, load_model, use_float32_head
 from pipelinerl.models.packed import PackedRow, TrainingForward, use_packed_attention
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer.logprobs import token_logprobs
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, Segment
+from pipelinerl.types import Segment
 from tests.parity.models import CONFIGS, make_model
+from tests.unit.engine.engine_parts import request, update_of
 
 
-def model(name: str = "llama", *, head: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    made = make_model(name, seed).to(dtype)
+def model(name: str = "llama", *, head: bool, seed: int = 0) -> Any:
+    made = make_model(name, seed).bfloat16()
     made.model.norm.weight.data.mul_(2)  # logits as far apart as those of a model that knows something
     if head:
         use_float32_head(made)
     return made
 
 
-def generated(engine: LocalEngine, count: int = 16) -> tuple[list[Segment], torch.Tensor]:
+def generated(engine: LocalEngine, count: int) -> tuple[list[Segment], torch.Tensor]:
     """Sequences and the engine's log-probabilities of their sampled tokens."""
-    requests = [
-        GenerationRequest(id=f"{i}", prompt_ids=(i + 1, 5, 7), sampling=SamplingParams(max_tokens=40)) for i in range(count)
-    ]
-    done: list[Completion] = engine.generate(requests)
-    segments = [
-        Segment(token_ids=(*r.prompt_ids, *c.token_ids), sampled=((3, 3 + len(c.token_ids)),))
-        for r, c in zip(requests, done, strict=True)
-    ]
+    prompts = [(i + 1, 5, 7) for i in range(count)]
+    done = engine.generate([request(f"{i}", prompt, 40) for i, prompt in enumerate(prompts)])
+    ids = [(*prompt, *completion.token_ids) for prompt, completion in zip(prompts, done, strict=True)]
+    segments = [Segment(token_ids=one, sampled=((3, len(one)),)) for one in ids]
     return segments, torch.tensor([logprob for completion in done for logprob in completion.logprobs])
 
 
-def gaps(make: Callable[[], Any], *, flatten: bool = False) -> torch.Tensor:
+@torch.no_grad()
+def mean_gap(name: str, *, head: bool) -> torch.Tensor:
     """|trainer - engine| of log-probabilities, for what the engine samples."""
-    segments, theirs = generated(LocalEngine(make(), slots=8, max_length=64, flatten=flatten))
-    trained = make()
+    engine, trained = (model(name, head=head) for _ in range(2))
+    segments, theirs = generated(LocalEngine(engine, slots=8, max_length=64, flatten=False), 16)
     use_packed_attention(trained)
     row = PackedRow.of(segments)
-    with torch.no_grad():
-        ours, _ = token_logprobs(TrainingForward(trained)(row), row.sampled_ids_P, 1.0)
-    return (ours - theirs).abs()
+    ours, _ = token_logprobs(TrainingForward(trained)(row), row.sampled_ids_P, 1.0)
+    return (ours - theirs).abs().mean()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-untied"])
 def test_trainer_and_engine_agree_better(name: str) -> None:
-    plain, exact = (gaps(lambda head=head: model(name, head=head)) for head in (False, True))
-    assert exact.mean() < 0.95 * plain.mean()
+    assert mean_gap(name, head=True) < 0.95 * mean_gap(name, head=False)
 
 
 def test_the_narrow_product_gives_the_same_logits_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +74,7 @@ def test_the_narrow_product_gives_the_same_logits_and_gradients(monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["llama", "llama-untied"])
 def test_names_weights_and_tying_stay(name: str) -> None:
-    plain, exact = make_model(name).to(torch.bfloat16), make_model(name).to(torch.bfloat16)
-    use_float32_head(exact)
+    plain, exact = model(name, head=False), model(name, head=True)
     assert list(named_weights(exact)) == list(named_weights(plain))
     assert checksum(named_weights(exact)) == checksum(named_weights(plain))
     head, embedding = exact.get_output_embeddings(), exact.get_input_embeddings()
@@ -103,8 +96,7 @@ def test_a_flat_engine_converts_the_head_once_and_again_after_an_update(
     monkeypatch.setattr(flat, "PACK_FROM", 1)
     engine = LocalEngine(one_layer(0), slots=8, max_length=64)
     assert "can't be exported" not in caplog.text
-    tensors = named_weights(one_layer(1))
-    assert engine.update_weights(WeightUpdate(1, checksum(tensors), tensors)).error is None
+    engine.update_weights(update_of(one_layer(1), version=1))
     plain = LocalEngine(one_layer(1), slots=8, max_length=64, flatten=False)
     (segments, ours), (expected, theirs) = generated(engine, 4), generated(plain, 4)
     assert segments == expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +11,9 @@ from pipelinerl.models.layers import compile_layers
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.types import Segment
 from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model, tiny_llama
+from tests.unit.compiler_parts import NotingCompiler, absent_compiler, nothing_compiled, wrong_compiler  # noqa: F401
 
-
-@pytest.fixture(autouse=True)
-def _compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.fspath(tmp_path_factory.getbasetemp() / "compiled"))
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def row(lengths: tuple[int, ...]) -> PackedRow:
@@ -41,37 +35,26 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 
 def test_rows_of_all_lengths_have_the_gradients_of_the_model_and_are_compiled_once() -> None:
-    plain = training_forward(tiny_llama(num_hidden_layers=2))
-    graphs: list[Any] = []
-
-    def noting(graph: Any, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward  # type: ignore[no-any-return]
-
+    plain, noting = training_forward(tiny_llama(num_hidden_layers=2)), NotingCompiler()
     forward = compile_layers(training_forward(tiny_llama(num_hidden_layers=2)), backend=noting)
     assert forward.compiled
     assert "compiled layers" in forward.description
-    compiled = len(graphs)
+    compiled = len(noting.graphs)
     for lengths in ((3,), (30, 30, 7), (2, 2, 2, 2, 9)):
         assert_same(gradients_of(forward, lengths), gradients_of(plain, lengths))
     with torch.no_grad():
         forward(row((6, 3)))
-    assert len(graphs) == compiled > 0
+    assert len(noting.graphs) == compiled > 0
 
 
-@pytest.mark.parametrize("fault", ["no compiler", "wrong"])
-def test_what_can_not_be_compiled_exactly_runs_as_it_is_and_says_so(fault: str, caplog: pytest.LogCaptureFixture) -> None:
-    def faulty(graph: Any, _: object) -> Callable[..., Any]:
-        if fault == "no compiler":
-            raise RuntimeError("No working C++ compiler found\nand more")
-        return lambda *given: tuple(
-            out * 1.01 if isinstance(out, torch.Tensor) and out.is_floating_point() else out for out in graph.forward(*given)
-        )
-
+@pytest.mark.parametrize(("compiler", "reason"), [(absent_compiler, "No working C++ compiler"), (wrong_compiler, "off by")])
+def test_what_can_not_be_compiled_exactly_runs_as_it_is_and_says_so(
+    compiler: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = training_forward(tiny_llama())
-    forward = compile_layers(training_forward(tiny_llama()), backend=faulty)
+    forward = compile_layers(training_forward(tiny_llama()), backend=compiler)
     assert not forward.compiled
-    assert ("No working C++ compiler" if fault == "no compiler" else "off by") in caplog.text
+    assert reason in caplog.text
     assert "and more" not in caplog.text
     assert_same(gradients_of(forward, (7, 4)), gradients_of(plain, (7, 4)))
 

@@ -15,12 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GPT2Config,
-    GPTJConfig,
-    LlamaConfig,
-    OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     T5Config,
@@ -44,19 +39,16 @@ from pipelinerl.models.loading import (
 )
 from pipelinerl.models.state import checksum
 from pipelinerl.trainer import Learner
-from pipelinerl.types import GenerationRequest, SamplingParams, Segment
-
-
-def tiny_config(**changes: object) -> LlamaConfig:
-    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaConfig(**(sizes | {"max_position_embeddings": 64, "eos_token_id": 3, "pad_token_id": 0} | changes))
+from pipelinerl.types import Segment
+from tests.parity.models import make_family, tiny_llama
+from tests.unit.engine.engine_parts import request
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "model"
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_config(attention_dropout=0.5)).save_pretrained(path)
+    tokens = {"max_position_embeddings": 64, "eos_token_id": 3, "pad_token_id": 0}
+    tiny_llama(num_hidden_layers=2, attention_dropout=0.5, **tokens).save_pretrained(path)
     vocabulary = {"<unk>": 0, "a": 1, "b": 2, "<eos>": 5}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
@@ -91,8 +83,8 @@ def test_a_vision_language_model_is_trained_and_run_as_its_text_model(tmp_path: 
     assert frozen == {name for name, _ in model.named_parameters() if "visual" in name} != set()
     engine = LocalEngine(load_model(ModelConfig(path=str(tmp_path))), slots=2, max_length=64, flatten=False)
     assert engine.update_weights(WeightUpdate(1, checksum(learner.weights()), learner.weights())).version == 1
-    prompt, sampling = tuple(range(3, 20)), SamplingParams(max_tokens=8)
-    done = engine.generate([GenerationRequest(id="x", prompt_ids=prompt, sampling=sampling)])[0]
+    prompt = tuple(range(3, 20))
+    done = engine.generate([request("x", prompt, 8)])[0]
     sequence = Segment(token_ids=(*prompt, *done.token_ids), sampled=((17, 17 + len(done.token_ids)),))
     logprobs = learner.logits([sequence]).log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
     assert logprobs.tolist() == pytest.approx(done.logprobs, abs=1e-4)
@@ -146,82 +138,75 @@ def test_what_is_no_folder_of_a_model_or_lacks_a_part_is_refused(folder: Path, p
     assert message in refusal(load_tokenizer, path.format(folder=folder))
 
 
-def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "hub can't be reached" in refusal(load_model, "nobody/never-downloaded")
-
-
 @pytest.mark.parametrize("name", ["my model", "a--b", "owner/..x", "owner/name.git", "", "a/b/c"])
 def test_what_can_be_no_hub_id_is_not_asked_for(name: str) -> None:
     with pytest.raises(ModelLoadError, match="does not exist: give a folder with a model, or a hub id"):
         find_model(name)
 
 
-HUB: dict[str, Any] = {
-    "own/whole": {"siblings": ["config.json", "model.safetensors", "tokenizer.json"]},
-    "own/terms": {"siblings": ["config.json", "model.safetensors", "tokenizer.json"], "gated": "manual"},
-    "own/adapter": {"siblings": ["adapter_config.json", "adapter_model.safetensors"]},
-    "own/small": {"siblings": ["config.json"], "config": {"quantization_config": {"quant_method": "awq"}}},
-    "own/data": {"siblings": ["README.md"]},
-    "own/weights": {"siblings": ["config.json", "model-00001-of-00002.safetensors"]},
+WHOLE = ["config.json", "model.safetensors", "tokenizer.json"]
+QUANTIZED = {"quantization_config": {"quant_method": "awq"}}
+HUB: dict[str, tuple[dict[str, Any], str]] = {
+    "own/whole": ({"files": WHOLE}, ""),
+    "own/terms": (
+        {"files": WHOLE, "gated": "manual"},
+        r"is gated: accept its terms at http://.*/own/terms, then log in",
+    ),
+    "own/adapter": (
+        {"files": ["adapter_config.json", "adapter_model.safetensors"]},
+        "'own/adapter' has an adapter: merge it",
+    ),
+    "own/small": ({"files": ["config.json"], "config": QUANTIZED}, r"'own/small' is quantized \(awq\)"),
+    "own/data": ({"files": ["README.md"]}, "is on the Hugging Face hub without weights"),
+    "own/weights": (
+        {"files": ["config.json", "model-00001-of-00002.safetensors"]},
+        "is on the Hugging Face hub without a tokenizer",
+    ),
+    "own/broken": ({"status": 500}, r"the Hugging Face hub can't be reached \(.*500"),
+    "own/absent": (
+        {"status": 401, "code": "RepoNotFound"},
+        r"is not a folder here \(/.*/own/absent\) and the Hugging Face hub has no such model that you can",
+    ),
 }
+"""What a model hub answers for a model, and the error."""
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """The few answers of a model hub that are asked for."""
-
     def do_GET(self) -> None:
         name = self.path.removeprefix("/api/models/")
         if name.endswith("/auth-check"):
-            return self._answer(403, {"error": "gated"}, "GatedRepo")
-        if name == "own/broken":
-            return self._answer(500, {"error": "out of order"})
-        if name not in HUB:
-            return self._answer(401, {"error": "no such"}, "RepoNotFound")
-        siblings = [{"rfilename": file} for file in HUB[name]["siblings"]]
-        return self._answer(200, {"id": name, "gated": False} | HUB[name] | {"siblings": siblings})
-
-    def _answer(self, status: int, body: Any, code: str = "") -> None:
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
+            answer: dict[str, Any] = {"status": 403, "code": "GatedRepo"}
+        else:
+            answer = {"id": name, "gated": False} | HUB[name][0]
+        answer["siblings"] = [{"rfilename": file} for file in answer.get("files", ())]
+        self.send_response(answer.get("status", 200))
+        if "code" in answer:
+            self.send_header("X-Error-Code", answer["code"])
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, *_: object) -> None:
         pass
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    yield url
-    server.shutdown()
-    server.server_close()
+def _hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        yield
+        server.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("own/absent", r"is not a folder here \(/.*/own/absent\) and the Hugging Face hub has no such model that you can"),
-        ("own/terms", r"is gated: accept its terms at http://.*/own/terms, then log in"),
-        ("own/adapter", "'own/adapter' has an adapter: merge it"),
-        ("own/small", r"'own/small' is quantized \(awq\)"),
-        ("own/data", "is on the Hugging Face hub without weights"),
-        ("own/weights", "is on the Hugging Face hub without a tokenizer"),
-        ("own/broken", r"the Hugging Face hub can't be reached \(.*500"),
-    ],
-)
-def test_what_the_hub_does_not_give_is_reported_before_anything_is_loaded(hub: str, name: str, message: str) -> None:
+@pytest.mark.usefixtures("_hub")
+@pytest.mark.parametrize("name", [name for name in HUB if name != "own/whole"])
+def test_what_the_hub_does_not_give_is_reported_before_anything_is_loaded(name: str) -> None:
     assert find_model("own/whole") == "own/whole"
-    assert re.search(message, refusal(load_tokenizer, name))
+    assert re.search(HUB[name][1], refusal(load_tokenizer, name))
 
 
-def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
+def test_without_the_hub_only_a_model_that_was_downloaded_before_is_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = tmp_path / "hub" / "models--own--mine"
@@ -232,6 +217,7 @@ def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert model_max_length(load_model(ModelConfig(path="own/mine"))) == 64
+    assert "hub can't be reached" in refusal(load_model, "nobody/never-downloaded")
 
 
 def change_weights(folder: Path, **changes: torch.Tensor) -> None:
@@ -239,9 +225,8 @@ def change_weights(folder: Path, **changes: torch.Tensor) -> None:
     save_file(weights | {name.replace("__", "."): weight for name, weight in changes.items()}, folder / "model.safetensors")
 
 
-def cut_weights(folder: Path, content: Callable[[bytes], bytes]) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(content(path.read_bytes()))
+def write_weights(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
 
 
 def make_adapter(folder: Path, *, with_model: bool) -> None:
@@ -260,8 +245,11 @@ LORA, VALUE_HEAD = "model.layers.0.self_attn.q_proj.lora_A.weight", "v_head.summ
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: change_config(folder, model_type="of_next_year"), "upgrade transformers"),
     (lambda folder: change_config(folder, num_hidden_layers=3), r"layers\.2.* and \d+ more missing or of another shape"),
-    (lambda folder: cut_weights(folder, lambda whole: whole[:-100]), "can't load the model"),
-    (lambda folder: cut_weights(folder, lambda _: b"not safetensors at all"), "can't load the model"),
+    (
+        lambda folder: write_weights(folder, (folder / "model.safetensors").read_bytes()[:-100]),
+        "can't load the model",
+    ),
+    (lambda folder: write_weights(folder, b"not safetensors at all"), "can't load the model"),
     (lambda folder: (folder / "model.safetensors").unlink(), "can't load the model"),
     (lambda folder: change_weights(folder, **{LORA: torch.ones(2, 2)}), f"has not: {LORA}; merge adapters"),
     (lambda folder: change_weights(folder, **{VALUE_HEAD: torch.ones(2, 2)}), f"has not: {VALUE_HEAD}; merge adapters"),
@@ -303,33 +291,23 @@ def test_known_leftovers_in_a_file_are_no_error(folder: Path) -> None:
     load_model(ModelConfig(path=str(folder)))
 
 
-SMALL = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
-SMALLER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
-TABLES = {
-    "gpt2": GPT2Config(**SMALL),
-    "opt": OPTConfig(**SMALLER, ffn_dim=32, word_embed_proj_dim=32),  # counts from 2
-    "gptj": GPTJConfig(**SMALL, rotary_dim=8),  # a buffer
-    "llama": LlamaConfig(**SMALLER),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "llama"])
 def test_a_table_of_positions_bounds_the_length(name: str) -> None:
-    config = TABLES[name]
-    config.vocab_size = 100
-    model = AutoModelForCausalLM.from_config(config).eval()
-    assert model_max_length(model) == 64
-    if name == "llama":  # its positions are computed
+    """OPT counts from 2, GPT-J's table is a buffer, and Llama computes its positions."""
+    model = make_family(name)
+    length = model_max_length(model)
+    assert length is not None
+    if name == "llama":
         assert learned_positions(model) is None
-        refuse_longer(model, 65)
+        refuse_longer(model, length + 1)
         return
-    assert learned_positions(model) == 64
-    model(input_ids=torch.full((1, 64), 5), use_cache=False)
+    assert learned_positions(model) == length
+    model(input_ids=torch.full((1, length), 5), use_cache=False)
     with pytest.raises((IndexError, RuntimeError)):
-        model(input_ids=torch.full((1, 65), 5), use_cache=False)
-    refuse_longer(model, 64)
-    with pytest.raises(UnsupportedModelError, match=r"has 64 positions; set engine.max_length to 64$"):
-        LocalEngine(model, slots=2, max_length=65)
+        model(input_ids=torch.full((1, length + 1), 5), use_cache=False)
+    refuse_longer(model, length)
+    with pytest.raises(UnsupportedModelError, match=rf"has {length} positions; set engine.max_length to {length}$"):
+        LocalEngine(model, slots=2, max_length=length + 1)
 
 
 def test_other_kinds_of_model_are_refused(tmp_path: Path) -> None:

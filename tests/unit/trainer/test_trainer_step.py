@@ -342,12 +342,3 @@ def test_logprobs_entropy_and_gradient_equal_plain_torch(
     torch.testing.assert_close(actual_P, expected_P)
     torch.testing.assert_close(entropy_P, -(log_p_PV.exp() * log_p_PV).sum(-1).detach())
     torch.testing.assert_close(actual, expected)
-
-
-def test_ruled_out_tokens_have_no_part_in_entropy_or_gradient() -> None:
-    logits_PV = torch.tensor([[1.0, -math.inf, 1.0]], requires_grad=True)
-    logprobs_P, entropy_P = token_logprobs(logits_PV * 1.0, torch.tensor([2]), 1.0)
-    logprobs_P.sum().backward()
-    assert entropy_P.item() == pytest.approx(math.log(2))
-    assert logits_PV.grad is not None
-    assert logits_PV.grad.tolist() == [[-0.5, 0.0, 0.5]]
