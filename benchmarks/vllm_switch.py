@@ -158,25 +158,26 @@ async def switch_in_flight(
 
 @torch.no_grad()
 def mixed_logprobs(
-    models: Mapping[int, Any], request: GenerationRequest, done: Completion, versions: Sequence[int]
+    models: Mapping[int, Any],
+    request: GenerationRequest,
+    done: Completion,
+    versions: Sequence[int],
+    prompt_versions: Sequence[int] = (),
 ) -> list[float]:
     """Log-probs of the completion's tokens. Each token's KV entries and logits are computed by the model of its version.
 
-    The prompt's entries are computed by the first token's version, which was sampled in the step that ended the prompt.
+    The prompt's last entry is computed by the first token's version, which was sampled in that step. So are the others,
+    unless `prompt_versions` are given.
     """
-    cache = DynamicCache(config=models[min(models)].config)
-    ids = [*request.prompt_ids, *done.token_ids]
     first = len(request.prompt_ids)
-    found: list[float] = []
-    for span in spans_from_versions(versions):
-        # The input for a token is the previous token; for the first one, the whole prompt.
-        begin = first + span.start - 1 if span.start else 0
-        fed = torch.tensor([ids[begin : first + span.end - 1]])
-        logits = models[span.version](input_ids=fed, past_key_values=cache, use_cache=True).logits[0]
-        rows = logits[-(span.end - span.start) :].float().log_softmax(-1)
-        sampled = torch.tensor(done.token_ids[span.start : span.end])
-        found += rows.gather(1, sampled[:, None])[:, 0].tolist()
-    return found
+    fed = [*request.prompt_ids, *done.token_ids[:-1]]
+    cache, rows = DynamicCache(config=models[versions[0]].config), []
+    for span in spans_from_versions([*(prompt_versions or [versions[0]] * first)[:-1], *versions]):
+        ids = torch.tensor([fed[span.start : span.end]])
+        rows.append(models[span.version](input_ids=ids, past_key_values=cache, use_cache=True).logits[0])
+    logits_TV = torch.cat(rows)[first - 1 :].float() / (request.sampling.temperature or 1.0)
+    sampled_T1 = torch.tensor(done.token_ids)[:, None]
+    return logits_TV.log_softmax(-1).gather(1, sampled_T1)[:, 0].tolist()
 
 
 def switches_of(versions: Sequence[int]) -> list[int]:
