@@ -77,16 +77,16 @@ async def test_stop_tokens_end_a_completion(subject: Subject) -> None:
 
 async def test_invalid_requests_are_refused(subject: Subject) -> None:
     limit = subject.info.max_length
-    await _expect_refusal(subject, subject.request(subject.prompt(6, limit - 3), max_tokens=4), PromptTooLongError)
-    await _expect_refusal(subject, subject.request((), max_tokens=4), RequestError)
-    await _expect_refusal(subject, subject.request((subject.info.vocabulary,), max_tokens=4), RequestError)
-    await _expect_refusal(subject, subject.request((1,), max_tokens=4, top_p=0.0), RequestError)
+    wrong: list[tuple[GenerationRequest, type[PipelineRLError]]] = [
+        (subject.request(subject.prompt(6, limit - 3), max_tokens=4), PromptTooLongError),
+        (subject.request((), max_tokens=4), RequestError),
+        (subject.request((subject.info.vocabulary,), max_tokens=4), RequestError),
+        (subject.request((1,), max_tokens=4, top_p=0.0), RequestError),
+    ]
+    for request, kind in wrong:
+        with pytest.raises(kind):
+            await subject.server.generate(request)
     await subject.complete(subject.request(subject.prompt(6, limit - 4), max_tokens=4))
-
-
-async def _expect_refusal(subject: Subject, request: GenerationRequest, kind: type[PipelineRLError]) -> None:
-    with pytest.raises(kind):
-        await subject.server.generate(request)
 
 
 async def test_more_requests_than_slots(subject: Subject) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +16,13 @@ import httpx2
 import msgspec
 import pytest
 
+from pipelinerl.channel import free_port
 from pipelinerl.cli import main
 from pipelinerl.serving.wire import ServerInfo
-from tests.integration.runs import until, wait
+from tests.integration.runs import start, until, wait
 
 pytestmark = pytest.mark.slow
-PROMPT = "12,18:"
+LONG = {"prompt": "12,18:", "max_tokens": 500, "ignore_eos": True}
 
 
 class Server:
@@ -72,25 +71,14 @@ HELD_AFTER = 100
 """While `Server.held`, the server's engine stops here, with whatever came in having begun: no test depends on its speed."""
 
 
-def launch(*arguments: str, prepare: str = "", **variables: str) -> subprocess.Popen[str]:
-    """`pipelinerl serve ARGUMENTS` as a process of its own; `prepare` is code that runs in it before."""
-    code = f"import sys\n{prepare}\nfrom pipelinerl.cli import main\nsys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "serve", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
-
-
 @contextmanager
-def serving(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
     weights_dir, ready_file = folder / "weights", folder / "ready.json"
-    weights_dir.mkdir()
+    weights_dir.mkdir(parents=True, exist_ok=True)
+    ready_file.unlink(missing_ok=True)
     files = ("--ready-file", str(ready_file), "--weights-dir", str(weights_dir))
     hold = HOLD.format(tokens=HELD_AFTER, path=str(weights_dir / "hold"))
-    process = launch("demo", "--port", "0", "--engine.threads", "1", *files, *flags, prepare=hold, **options)
+    process = start("serve", "demo", "--port", "0", "--engine.threads", "1", *files, *flags, prepare=hold)
     try:
         until(ready_file.exists, process)
         yield Server(process, msgspec.json.decode(ready_file.read_bytes()), weights_dir)
@@ -106,78 +94,67 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": stream}
-
-    async def scenario() -> None:
-        async with httpx2.AsyncClient(base_url=server.url) as client:
-            before = server.info().decode_steps
-            with server.held():
-                asking = asyncio.create_task(client.post("/v1/completions", json=body))
-                while server.info().decode_steps == before:
-                    await asyncio.sleep(0.002)
-                asking.cancel()
-                await asyncio.wait({asking})
-                await asyncio.to_thread(until, lambda: server.info().in_progress == 0, server.process)
-        assert 0 < server.info().decode_steps - before < 500
-
-    asyncio.run(scenario())
+async def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) -> None:
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        before = server.info().decode_steps
+        with server.held():
+            asking = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
+            while server.info().decode_steps == before:
+                await asyncio.sleep(0.002)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await asyncio.to_thread(until, lambda: server.info().in_progress == 0, server.process)
+    assert 0 < server.info().decode_steps - before < 500
 
 
-def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(server: Server) -> None:
+async def asked(client: httpx2.AsyncClient, count: int) -> list[asyncio.Task[httpx2.Response]]:
+    """So many requests, which are all at the server."""
+    asking = [asyncio.create_task(client.post("/v1/completions", json=LONG)) for _ in range(count)]
+    while (info := (await client.get("/info")).json())["in_progress"] + info["queued"] < count:
+        await asyncio.sleep(0.002)
+    return asking
+
+
+async def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(server: Server) -> None:
     """The last test of the shared server. There are more requests than slots: the others wait in the queue."""
-    requests = 24
-    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
 
-    async def scenario() -> None:
-        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
-            with server.held():
-                asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(requests)]
-                while (info := (await client.get("/info")).json())["in_progress"] + info["queued"] < requests:
-                    await asyncio.sleep(0.002)
-                server.process.send_signal(signal.SIGTERM)
-                while (health := await client.get("/health")).status_code == 200:
-                    pass
-                late = await client.post("/v1/completions", json=body)
-            assert late.status_code == health.status_code == 503
-            assert late.json()["error"]["message"] == "the server is stopping"
-            assert "retry-after" in late.headers
-            for answer in await asyncio.gather(*asking):
-                assert answer.json()["usage"]["completion_tokens"] == 500
-
-    asyncio.run(scenario())
+    async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
+        with server.held():
+            asking = await asked(client, 24)
+            server.process.send_signal(signal.SIGTERM)
+            while (health := await client.get("/health")).status_code == 200:
+                pass
+            late = await client.post("/v1/completions", json=LONG)
+        assert late.status_code == health.status_code == 503
+        assert late.json()["error"]["message"] == "the server is stopping"
+        assert "retry-after" in late.headers
+        for answer in await asyncio.gather(*asking):
+            assert answer.json()["usage"]["completion_tokens"] == 500
     ended = wait(server.process, 30)
     assert ended.status == 0, ended
     assert "Traceback" not in ended.error
 
 
 @pytest.mark.exhaustive
-def test_what_does_not_finish_within_the_bound_is_ended(tmp_path: Path) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
-
-    async def scenario(server: Server) -> None:
-        headers = {"Authorization": "Bearer open sesame"}
+async def test_what_does_not_finish_within_the_bound_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--engine.slots", "2", "--drain-s", "0", "--host", ANYWHERE, "--api-key-env", "THE_KEY")
+    monkeypatch.setenv("THE_KEY", "open sesame")
+    headers = {"Authorization": "Bearer open sesame"}
+    with serving(tmp_path, *flags) as server:
+        assert httpx2.post(f"{server.url}/v1/completions", json=LONG).status_code == 401
         async with httpx2.AsyncClient(base_url=server.url, timeout=60, headers=headers) as client:
             with server.held():
-                asking = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(12)]
-                while (info := (await client.get("/info")).json())["in_progress"] + info["queued"] < 12:
-                    await asyncio.sleep(0.002)
+                asking = await asked(client, 12)
                 server.process.send_signal(signal.SIGTERM)
                 answers = [answer.json() for answer in await asyncio.gather(*asking)]
         assert {answer["error"]["code"] for answer in answers if "error" in answer} == {"unavailable"}
-
-    flags = ("--engine.slots", "2", "--drain-s", "0", "--host", ANYWHERE, "--api-key-env", "THE_KEY")
-    with serving(tmp_path, *flags, THE_KEY="open sesame") as server:
-        assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 401
-        asyncio.run(scenario(server))
         assert wait(server.process, 30).status == 0
 
 
 def test_while_it_loads_it_says_so_and_can_be_stopped() -> None:
     slow = "import time, pipelinerl.models.loading as loading; loading.load_tokenizer = lambda *_: time.sleep(100)"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = launch("demo", "--port", str(port), prepare=slow)
+    port = free_port()
+    process = start("serve", "demo", "--port", str(port), prepare=slow)
 
     def answer() -> int:
         with contextlib.suppress(httpx2.HTTPError):

@@ -97,19 +97,20 @@ def safetensors(header: dict[str, Any], data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def false_safetensors(header: dict[str, Any], data: bytes, rng: Random) -> bytes:
+def false_safetensors(whole: bytes, rng: Random) -> bytes:
     """A safetensors file with a false header: lengths, offsets, types or shapes that lie, or damaged bytes."""
+    length = int.from_bytes(whole[:8], "little")
+    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
     kind = rng.randrange(4)
     if kind == 0:
-        return mutated_bytes(safetensors(header, data), rng)
+        return mutated_bytes(whole, rng)
     if kind == 1:
         claimed = rng.choice((0, 1, 7, 2**20, 2**32, 2**63, 2**64 - 1))
-        return struct.pack("<Q", claimed) + safetensors(header, data)[8:]
+        return struct.pack("<Q", claimed) + whole[8:]
     if kind == 2:
         return safetensors(mutated(header, rng), data)
-    changed = copy.deepcopy(header)
-    entry = changed[rng.choice([name for name in changed if name != "__metadata__"])]
+    entry = header[rng.choice([name for name in header if name != "__metadata__"])]
     entry[rng.choice(("dtype", "shape", "data_offsets"))] = rng.choice(
         ("F64", "I8", [2**62, 2**62], [-1], [0], [len(data), 0], [0, 2**60], [1, 2, 3], [])
     )
-    return safetensors(changed, data[: rng.choice((len(data), len(data) // 2))])
+    return safetensors(header, data[: rng.choice((len(data), len(data) // 2))])

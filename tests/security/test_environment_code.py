@@ -46,12 +46,16 @@ def act(code, inside, outside):
 """
 
 
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path) -> None:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    for name in ("inside", "outside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "outside/old").write_text("as it was")
+
+
 def call(folder: Path, codes: dict[str, str], writes: list[Path]) -> dict[str, str]:
     """What each code gives: "done", or the error."""
-    (folder / "functions.py").write_text(FUNCTIONS)
-    for name in ("inside", "outside"):
-        (folder / name).mkdir()
-    (folder / "outside/old").write_text("as it was")
 
     async def run() -> dict[str, str]:
         limits = Limits(writes=tuple(map(str, writes)), workers=1)
@@ -98,9 +102,6 @@ def test_without_the_limit_each_way_works(tmp_path: Path) -> None:
     """So each of them fails because of the limit, not by itself."""
     own = ("open the parent's files", "the program itself", "remove a folder", "remove", "move in")
     codes = {name: code for name, code in WAYS.items() if name not in own}
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    for name in ("inside", "outside"):
-        (tmp_path / name).mkdir()
     for name, code in codes.items():
         (tmp_path / "outside/old").write_text("as it was")
         for left in (tmp_path / "outside/new", tmp_path / "inside/link"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -18,7 +17,6 @@ from safetensors.torch import save
 
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.agents.gateway import AgentSession, Gateway
-from pipelinerl.serving.server.service import Service
 from tests.integration.test_serve import serving
 from tests.security.mutations import body, false_safetensors
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
@@ -70,72 +68,59 @@ def files_below(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 400), pytest.param(1, 6000, marks=pytest.mark.exhaustive)])
-def test_mutated_requests(seed: int, count: int, tmp_path: Path) -> None:
+async def test_mutated_requests(seed: int, count: int, tmp_path: Path) -> None:
     rng = Random(seed)
     allowed_folder = tmp_path / "weights"
     allowed_folder.mkdir()
 
-    async def scenario() -> None:
-        async with running(allowed_folder) as (service, client):
-            before, holding = (await client.post("/v1/completions", json=PLAIN)).json()["choices"], service.engine.holding
-            statuses: dict[int, int] = {}
-            for _ in range(count):
-                path, valid = rng.choice(REQUESTS)
-                response = await client.post(path, content=body(valid, rng))
-                statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
-                assert response.status_code < 500 or response.status_code in ALLOWED, (path, response.text)
-                if response.status_code >= 400:
-                    assert json.loads(response.content)["error"]["message"]
-            assert statuses.keys() >= {200, 400}
-            assert (await client.post("/v1/completions", json=PLAIN)).json()["choices"] == before
-            assert service.engine.holding == holding
-
-    asyncio.run(scenario())
+    async with running(allowed_folder) as (service, client):
+        before, holding = (await client.post("/v1/completions", json=PLAIN)).json()["choices"], service.engine.holding
+        statuses: dict[int, int] = {}
+        for _ in range(count):
+            path, valid = rng.choice(REQUESTS)
+            response = await client.post(path, content=body(valid, rng))
+            statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+            assert response.status_code < 500 or response.status_code in ALLOWED, (path, response.text)
+            if response.status_code >= 400:
+                assert json.loads(response.content)["error"]["message"]
+        assert statuses.keys() >= {200, 400}
+        assert (await client.post("/v1/completions", json=PLAIN)).json()["choices"] == before
+        assert service.engine.holding == holding
     assert files_below(tmp_path) == {str(allowed_folder)}
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 60), pytest.param(1, 1500, marks=pytest.mark.exhaustive)])
-def test_weight_files_with_false_headers_and_paths_outside_the_folder(seed: int, count: int, tmp_path: Path) -> None:
+async def test_weight_files_with_false_headers_and_paths_outside_the_folder(seed: int, count: int, tmp_path: Path) -> None:
     rng = Random(seed)
     folder = tmp_path / "weights"
     folder.mkdir()
     weights = {name: value.clone() for name, value in named_weights(byte_model(1)).items()}
     right, whole = checksum(weights), save(weights)
-    length = int.from_bytes(whole[:8], "little")
-    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
     outside, link, directory = tmp_path / "outside.safetensors", folder / "link.safetensors", folder / "directory"
     outside.write_bytes(whole)
     link.symlink_to(outside)
     directory.mkdir()
     os.mkfifo(folder / "pipe")
 
-    async def scenario() -> None:
-        async with running(folder) as (service, client):
-            version = 1
-            for name in (outside, "../outside.safetensors", link, directory, folder / "pipe", "/dev/zero", "\x00", "~", ""):
-                answer = await client.post(
-                    "/request_weight_update", json={"version": 1, "checksum": right, "path": str(name)}
-                )
-                assert 400 <= answer.status_code < 500, (name, answer.text)
-            for number in range(count):
-                path = folder / f"{number}.safetensors"
-                path.write_bytes(false_safetensors(header, data, rng))
-                answer = await client.post(
-                    "/request_weight_update", json={"version": version, "checksum": right, "path": str(path)}
-                )
-                if answer.status_code == 200:  # a mutation of nothing that counts: the checksum says that all are right
-                    version += 1
-                assert answer.status_code < 500, answer.text
-                path.unlink()
-                await check(service)
-            (folder / "right.safetensors").write_bytes(whole)
-            last = {"version": version, "checksum": right, "path": str(folder / "right.safetensors")}
-            assert (await client.post("/request_weight_update", json=last)).status_code == 200
+    async with running(folder) as (service, client):
 
-    async def check(service: Service) -> None:
-        assert service.engine.refusing is None
+        async def status(version: int, name: object) -> int:
+            update = {"version": version, "checksum": right, "path": str(name)}
+            return (await client.post("/request_weight_update", json=update)).status_code
 
-    asyncio.run(scenario())
+        version = 1
+        for name in (outside, "../outside.safetensors", link, directory, folder / "pipe", "/dev/zero", "\x00", "~", ""):
+            assert 400 <= await status(1, name) < 500, name
+        for number in range(count):
+            path = folder / f"{number}.safetensors"
+            path.write_bytes(false_safetensors(whole, rng))
+            answered = await status(version, path)
+            version += answered == 200  # a mutation of nothing that counts: the checksum says that all are right
+            assert answered < 500
+            path.unlink()
+            assert service.engine.refusing is None
+        (folder / "right.safetensors").write_bytes(whole)
+        assert await status(version, folder / "right.safetensors") == 200
 
 
 def raw_request(rng: Random) -> bytes:
@@ -158,11 +143,6 @@ def raw_request(rng: Random) -> bytes:
         b"GET /info HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: x\r\n\r\n" * 20,
     )
     return rng.choice(kinds)
-
-
-def status_of(answer: bytes) -> int | None:
-    """Of the first answer, if what came is one."""
-    return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") and answer[9:12].isdigit() else None
 
 
 def sent(address: tuple[str, int], data: bytes) -> bytes:
@@ -189,28 +169,24 @@ def test_connections_that_speak_no_http_or_are_slow(seed: int, count: int, tmp_p
             slow.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"[: rng.randint(1, 50)])
         for _ in range(count):
             answer = sent(address, data := raw_request(rng))
-            status = status_of(answer)
-            assert status is None or status < 500 or status in ALLOWED, (data[:300], answer[:300])
+            assert not answer.startswith(b"HTTP/1.1 5") or int(answer[9:12]) in ALLOWED, (data[:300], answer[:300])
         assert server.info().version == 0
         assert server.process.poll() is None
     assert files_below(tmp_path) <= {str(tmp_path / "weights"), str(tmp_path / "ready.json")}
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 200), pytest.param(1, 500, marks=pytest.mark.exhaustive)])
-def test_the_agents_gateway(seed: int, count: int) -> None:
+async def test_the_agents_gateway(seed: int, count: int) -> None:
     """An agent's own address, and addresses that nobody was given."""
     rng = Random(seed)
 
-    async def scenario() -> None:
-        async with httpx2.AsyncClient(timeout=30) as client:
-            session = AgentSession(SamplingClient.saying(TOKENIZER, *["fine"] * count * 2))
-            with closing(Gateway()) as gateway, gateway.serving(session) as url:
-                for _ in range(count):
-                    base = rng.choice((url, url, url.replace("rollouts/", "rollouts/x"), f"{url}/../../.."))
-                    path, valid = rng.choice(AGENT_REQUESTS)
-                    response = await client.post(base + path, content=body(valid, rng))
-                    assert response.status_code < 500 or response.status_code in ALLOWED, response.text
-                    assert base == url or response.status_code == 404
-                assert (await client.get(f"{url}/models")).status_code == 200
-
-    asyncio.run(scenario())
+    async with httpx2.AsyncClient(timeout=30) as client:
+        session = AgentSession(SamplingClient.saying(TOKENIZER, *["fine"] * count * 2))
+        with closing(Gateway()) as gateway, gateway.serving(session) as url:
+            for _ in range(count):
+                base = rng.choice((url, url, url.replace("rollouts/", "rollouts/x"), f"{url}/../../.."))
+                path, valid = rng.choice(AGENT_REQUESTS)
+                response = await client.post(base + path, content=body(valid, rng))
+                assert response.status_code < 500 or response.status_code in ALLOWED, response.text
+                assert base == url or response.status_code == 404
+            assert (await client.get(f"{url}/models")).status_code == 200

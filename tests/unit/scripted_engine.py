@@ -115,11 +115,6 @@ class ScriptedEngine:
                 finished.append(item.complete("stop" if stopped else "length"))
         return StepOutput(events, finished)
 
-    def restart(self, version: int = 0) -> None:
-        assert not self._running
-        assert not self._waiting
-        self.version = version
-
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         self.version = update.version
         return UpdateReceipt(

@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.serving.agents.gateway import Gateway
-from tests.unit.serving.agents.test_agents import CALL, CLIENT, TOKENIZER, ask, at, gateway, play, user
+from tests.unit.serving.agents.test_agents import CALL, TOKENIZER, ask, at, gateway, play, user
 
 __all__ = ["gateway"]
 
@@ -96,10 +96,9 @@ def test_streams_of_both_apis(gateway: Gateway) -> None:
             response = events.get_final_response()
         wants: Any = {"model": "mine", "messages": [user("?")], "tools": [TOOL], "max_tokens": 90}
         with messages.stream(**wants) as events:
-            message = events.get_final_message()
-        return seen, response, message, list(messages.create(**wants, stream=True))
+            return seen, response, events.get_final_message()
 
-    seen, response, message, raw = ask(gateway, stream, *["Well. " + CALL] * 3)
+    seen, response, message = ask(gateway, stream, *["Well. " + CALL] * 2)
     assert [event.type.removeprefix("response.") for event in seen] == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"),
@@ -117,9 +116,6 @@ def test_streams_of_both_apis(gateway: Gateway) -> None:
     assert (message.model, message.stop_reason, text.text) == ("mine", "tool_use", "Well.")
     assert (call.name, call.input) == ("add", {"a": 2, "b": 3})
     assert message.usage.output_tokens == len(TOKENIZER.encode("Well. " + CALL)) + 1
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert [event.type for event in raw] == ["message_start", *block, *block, "message_delta", "message_stop"]
-    assert raw[0].message.usage.input_tokens == message.usage.input_tokens > 0
 
 
 def test_why_an_answer_ended(gateway: Gateway) -> None:
@@ -202,12 +198,3 @@ def test_results_of_tools_beside_text_and_errors(tmp_path: Path) -> None:
     tool, end = "<|im_start|>tool\n", "<|im_end|>\n"
     after = f"{tool}Error: too large{end}{tool}{end}<|im_start|>user\nGo on.{end}"
     assert after in TOKENIZER.decode(segment.token_ids)
-
-
-def test_addresses_of_rollouts_that_ended(gateway: Gateway) -> None:
-    ended = ask(gateway, lambda base_url: base_url)
-    with pytest.raises(openai.NotFoundError):
-        CLIENT.with_options(base_url=ended).responses.create(input="?")
-    for url in (ended, ended.removesuffix("/v1")):  # with and without the version that Anthropic's clients add
-        with pytest.raises(anthropic.NotFoundError):
-            of_anthropic(url).messages.create(model="any", messages=[user("?")], max_tokens=9)

@@ -22,13 +22,7 @@ from pipelinerl.serving.client.adapter import (
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, UpdateReceipt, VersionSpan
-from tests.unit.fake_engine_servers import (
-    FAST,
-    FakeServer,
-    completion_of,
-    engine_over,
-    wait_until,
-)
+from tests.unit.fake_engine_servers import FAST, FakeServer, completion_of, engine_over, wait_until
 
 Asked = dict[str, asyncio.Task[Completion]]
 
@@ -50,15 +44,14 @@ async def collect(engine: RemoteEngine, asked: Asked, between: Callable[[], None
         await asyncio.sleep(0)
         await engine.advance()
         between()
+    assert engine.in_progress == engine.queued == 0
     return {request_id: task.result() for request_id, task in asked.items()}
 
 
 async def serve(
     engine: RemoteEngine, wanted: Sequence[GenerationRequest], between: Callable[[], None] = lambda: None
 ) -> dict[str, Completion]:
-    answered = await collect(engine, ask(engine, wanted), between)
-    assert engine.in_progress == engine.queued == 0
-    return answered
+    return await collect(engine, ask(engine, wanted), between)
 
 
 async def serve_until_error(engine: RemoteEngine) -> None:
@@ -93,10 +86,7 @@ async def test_every_request_is_answered_once_and_no_server_gets_more_than_its_s
 async def test_an_answer_ends_the_wait_and_who_waited_for_it_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.serving.client.engine.STEP_S", 60.0)
     async with engine_over(FakeServer("a")) as engine:
-        asked = ask(engine, requests(1))
-        while not asked["g0"].done():
-            await asyncio.sleep(0)
-            await engine.advance()
+        await serve(engine, requests(1))
         assert not await engine.advance()
 
 
@@ -183,16 +173,15 @@ async def test_servers_that_can_not_be_one_engine_are_refused() -> None:
 
 
 async def test_a_request_that_its_server_refuses_fails_alone() -> None:
-    class Refusing(FakeServer):
-        async def generate(self, request: GenerationRequest, on_token: Any = None) -> Completion:
-            raise RequestError(f"request {request.id} is wrong")
+    def refuse(request: GenerationRequest) -> Completion:
+        raise RequestError(f"request {request.id} is wrong")
 
-    async with engine_over(Refusing("a")) as engine:
+    server = FakeServer("a")
+    server.answer = refuse
+    async with engine_over(server) as engine:
         plain, streamed = requests(2)
         asked = [asyncio.ensure_future(engine.generate(plain)), asyncio.ensure_future(anext(engine.stream(streamed)))]
-        while not all(task.done() for task in asked):
-            await asyncio.sleep(0)
-            await engine.advance()
+        await asyncio.wait(asked)
         assert engine.in_progress == engine.queued == 0
     for task in asked:
         with pytest.raises(RequestError, match="is wrong"):
@@ -270,9 +259,7 @@ async def test_a_stream_that_breaks_ends_with_what_was_seen(restarts: bool) -> N
 
     async with engine_over(Stopping("a")) as engine:
         tokens, completion = await streamed(engine, requests(1, max_tokens=6)[0])
-    assert completion.finish_reason == "cancelled"
-    assert completion.token_ids == (7, 7)
-    assert len(tokens) == 2
+    assert (len(tokens), completion.token_ids, completion.finish_reason) == (2, (7, 7), "cancelled")
 
 
 async def test_what_can_never_be_served_is_refused_at_once() -> None:
@@ -371,9 +358,7 @@ async def test_all_servers_take_an_update_and_the_receipt_is_for_all() -> None:
         for version in (1, 2):
             sent = update(version)
             receipt = await engine.update_weights(sent)
-            assert receipt == UpdateReceipt(
-                engine="engine", version=version, checksum=sent.checksum, pause_s=1.0, sequences_in_flight=0
-            )
+            assert (receipt.error, receipt.version, receipt.checksum) == (None, version, sent.checksum)
             assert engine.version == version
         sent_to = [WeightUpdateRequest(version=v, checksum=f"sum of {v}", path=f"/weights/{v}") for v in (1, 2)]
         assert [server.updates for server in servers] == [sent_to] * 2
@@ -427,7 +412,7 @@ async def test_an_answer_that_was_lost_is_asked_for_again_and_one_that_the_event
             await engine.update_weights(update(0))
 
 
-async def test_servers_that_joined_a_broadcast_are_sent_only_which_weights_to_take() -> None:
+async def test_servers_that_joined_a_broadcast_are_told_which_weights_to_take_and_none_may_be_lost() -> None:
     a, b = FakeServer("http://a"), FakeServer("http://b")
     async with engine_over(a, b) as engine:
         await engine.join_broadcast("10.0.0.5", 7, "secret")
@@ -438,13 +423,6 @@ async def test_servers_that_joined_a_broadcast_are_sent_only_which_weights_to_ta
         receipt = await engine.update_weights(WeightUpdate(1, "c0ffee", {}))
         assert (receipt.error, receipt.version, receipt.checksum) == (None, 1, "c0ffee")
         assert a.updates == b.updates == [WeightUpdateRequest(version=1, checksum="c0ffee")]
-        assert engine.progress().pauses_s == (1.0,)
-
-
-async def test_the_loss_of_a_server_that_receives_a_broadcast_ends_the_engine() -> None:
-    a, b = FakeServer("http://a"), FakeServer("http://b")
-    async with engine_over(a, b) as engine:
-        await engine.join_broadcast("10.0.0.5", 7, "secret")
         b.refuse()
         await wait_until(lambda: engine._error is not None)
         with pytest.raises(BroadcastEndedError, match="engine server http://b is gone, and all receive weights"):
