@@ -40,14 +40,13 @@ class Server:
 
 
 class SlowSimulation:
-    """After `run`: `step_end_s`, `lags` (lag -> tokens), `dropped`, `trained` ids in order, `tokens`."""
+    """After `run`: `step_end_s`, `lags` (lag -> tokens), `dropped`, `started`, `busy_s`."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.step_end_s: list[float] = []
         self.lags: dict[int, int] = defaultdict(int)
         self.dropped: dict[str, int] = defaultdict(int)
-        self.trained: list[int] = []
         self.started = 0
         self.busy_s = 0.0
         self._servers = [Server() for _ in range(scenario.engines)]
@@ -198,7 +197,6 @@ class SlowSimulation:
 
     def _step_ends(self, now_s: float) -> None:
         for attempt in self._batch:
-            self.trained.append(attempt.group)
             for version in attempt.versions if attempt.used else ():
                 self.lags[self._version - version] += 1
         self._settle(len(self._batch), now_s)

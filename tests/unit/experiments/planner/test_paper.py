@@ -11,16 +11,12 @@ from hypothesis import strategies as st
 from pipelinerl.cli import main
 from pipelinerl.experiments.planner.calibration import LengthDistribution
 from pipelinerl.experiments.planner.paper import (
-    SEQUENCE_FLASHES,
-    STEP_FLASHES,
     PaperWorkload,
     best_pipeline,
-    compare,
     conventional,
     h100,
     pipeline,
     pipeline_max_lag,
-    uniform,
 )
 
 histograms = st.dictionaries(st.integers(1, 30), st.integers(1, 9), min_size=1, max_size=6)
@@ -70,33 +66,8 @@ def test_the_search_against_trying_everything(histogram: dict[int, int], max_lag
     assert found == min(equal, key=lambda candidate: (candidate.max_lag, candidate.slots, candidate.generating))
 
 
-# ------------------------------------------------------------------------------------------------ the case study
-
-WITHIN = 0.02
-
-
-def test_the_fitted_curve_is_the_one_through_both_of_the_papers_figures() -> None:
-    """U(192) = 0.384 and the conventional r_gen = 18.3 at G = 134 are two linear equations in the two parameters."""
-    running = uniform(8192).survival * 134
-    mean_running = running.sum() / 8192
-    step_at_192, mean_step = 192 / 0.384, running.sum() * 128 / 18.3 / 8192
-    slope = (step_at_192 - mean_step) / (192 - mean_running)
-    assert pytest.approx(slope, rel=0.01) == SEQUENCE_FLASHES
-    assert pytest.approx(step_at_192 - 192 * slope, rel=0.001) == STEP_FLASHES
-
-
-def test_the_search_finds_the_papers_optimum() -> None:
-    (found,) = compare(PaperWorkload(), [133])
-    ours, theirs = found.pipeline, found.conventional
-    assert ours is not None
-    assert (ours.generating, theirs.steps_per_round) == (44, 134)
-    numbers = (ours.slots, ours.rate, ours.training_rate, ours.max_lag, found.speed_up)
-    assert numbers == pytest.approx((192, 16.9, 17.08, 133, 1.57), rel=WITHIN)
-    numbers = (theirs.generation_rate, theirs.training_rate, theirs.rate)
-    assert numbers == pytest.approx((18.3, 26.02, 10.7), rel=WITHIN)
-
-
 def test_the_command_prints_the_case_study(capsys: pytest.CaptureFixture[str]) -> None:
+    """The paper has: lag 133, rate 16.9, 192 slots, 44 that generate; 10.7 in rounds of 134 steps; 1.57 times faster."""
     assert main(["lab", "plan"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " 133 " in line]
     assert re.findall(r"[\d.]+", line) == ["133", "16.98", "193", "44", "10.74", "134", "1.58"]

@@ -13,11 +13,9 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import UserError
 from pipelinerl.experiments.planner.scenario import read_measured, read_workload, run_scenario
 from pipelinerl.experiments.planner.simulate import simulate
-from pipelinerl.files import JsonLines
-from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.records import StepRecord
 from pipelinerl.report import write_json
 from tests.unit.experiments.parts import CALIBRATION, group, invoke, turn, write_rollouts
+from tests.unit.record_parts import evaluation, step, write_records
 
 SETTINGS = ["--engine.slots", "8", "--actor.group_size", "2", "--trainer.batch_size", "8", "--trainer.steps", "5"]
 
@@ -35,23 +33,9 @@ def run_dir(tmp_path):
     config = load_config(None, [*SETTINGS, "--run_dir", str(tmp_path)])
     (tmp_path / "config.yaml").write_text(render(config))
     write_rollouts(tmp_path, GROUPS)
-    with JsonLines(tmp_path / "metrics.jsonl") as lines:
-        for version in range(1, 11):
-            lines.write(
-                StepRecord(
-                    version=version,
-                    time_s=10.0 + 2.0 * version,  # ready at 10, evaluates until 11
-                    samples=8,
-                    tokens_trained=100 * version,
-                    completion_length_mean=20.0,
-                    lag_mean=float(version),
-                    lag_max=version % 4,
-                    train_s=0.5,
-                    wait_s=1.5,
-                )
-            )
-    with JsonLines(tmp_path / "evaluations.jsonl") as lines:
-        lines.write(EvaluationRecord(when="before", version=0, time_s=11.0, problems=4))
+    times = {"train_s": 0.5, "wait_s": 1.5, "completion_length_mean": 20.0}
+    steps = [step(version, 10.0 + 2.0 * version, **times) for version in range(1, 11)]
+    write_records(tmp_path, evaluation("before", 0, 11.0), *steps)  # ready at 10, evaluates until 11
     summary = {"engine_busy_fraction": 0.875, "lag_mean": 1.5, "lag_max": 3}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     return tmp_path
@@ -90,19 +74,9 @@ def test_what_a_run_generated(run_dir):
 
 
 def test_a_scenario_is_the_run_file_s_at_the_costs_of_the_calibration():
-    config = load_config(
-        None,
-        {
-            "engine.slots": 32,
-            "engine.processes": 3,
-            "actor.group_size": 2,
-            "trainer.batch_size": 10,
-            "trainer.ranks": 5,
-            "trainer.steps": 5,
-            "schedule.max_lag": 2,
-            "stream.when_full": "drop_oldest",
-        },
-    )
+    settings = {"engine.slots": 32, "engine.processes": 3, "actor.group_size": 2, "trainer.batch_size": 10}
+    settings |= {"trainer.ranks": 5, "trainer.steps": 5, "schedule.max_lag": 2, "stream.when_full": "drop_oldest"}
+    config = load_config(None, settings)
     made = run_scenario(config, CALIBRATION)
     assert (made.engines, made.slots, made.group_size, made.batch_size, made.steps) == (3, 32, 2, 10, 5)
     assert (made.when_full, made.schedule.max_lag) == ("drop_oldest", 2)
@@ -132,39 +106,32 @@ def test_doubts():
 
 
 @pytest.fixture
-def calibration_file(tmp_path):
+def calibration(tmp_path):
     write_json(tmp_path / "cal.json", CALIBRATION)
-    return ["--calibration", str(tmp_path / "cal.json")]
+    return ["--calibration", tmp_path / "cal.json"]
 
 
 def simulate_command(*arguments):
     return invoke(command.add_to, "lab", "simulate", *arguments)
 
 
-def test_predicts_a_run_file(calibration_file, tmp_path, capsys):
-    assert simulate_command(*calibration_file, *SETTINGS, "--engine.processes", 2, "--json", tmp_path / "out.json") == 0
-    printed = capsys.readouterr().out
+def test_predicts_a_run_file_and_compares_with_a_run(calibration, run_dir, capsys):
+    out = run_dir / "out.json"
+    assert simulate_command(*calibration, *SETTINGS, "--engine.processes", 2, "--json", out) == 0
+    printed, written = capsys.readouterr().out, json.loads(out.read_bytes())
     assert "pipeline, 2 engines of 8 slots, 5 steps" in printed
     assert "of the untrained model, from the calibration" in printed
-    written = msgspec.json.decode((tmp_path / "out.json").read_bytes())
-    assert written["prediction"]["rollouts_trained"] == 40
-    assert written["measured"] is None
+    assert (written["prediction"]["rollouts_trained"], written["measured"]) == (40, None)
 
-
-def test_compares_with_a_run(calibration_file, run_dir, tmp_path, capsys):
-    assert simulate_command("--compare", run_dir, *calibration_file, "--json", tmp_path / "out.json") == 0
-    printed = capsys.readouterr().out
-    assert "predicted" in printed
-    assert "measured" in printed
-    written = msgspec.json.decode((tmp_path / "out.json").read_bytes())
+    assert simulate_command("--compare", run_dir, *calibration, "--json", out) == 0
+    printed, written = capsys.readouterr().out, json.loads(out.read_bytes())
     predicted, measured = written["prediction"], written["measured"]
     assert predicted["steps"] == measured["steps"] == 10  # as many as the run took
-    off = predicted["samples_per_s"] / measured["samples_per_s"] - 1
-    assert f"{off:+.1%}" in printed
-    assert "87.5%" in printed
+    for shown in ("predicted", "measured", "87.5%", f"{predicted['samples_per_s'] / measured['samples_per_s'] - 1:+.1%}"):
+        assert shown in printed
 
 
-def test_a_run_that_would_never_end(calibration_file, run_dir):
+def test_a_run_that_would_never_end(calibration, run_dir):
     (run_dir / "rollouts" / "rollouts.jsonl").write_bytes(msgspec.json.encode(GROUPS[1]) + b"\n")
     with pytest.raises(UserError, match="this run would never end"):
-        simulate_command("--compare", run_dir, *calibration_file, "--preprocess.zero_advantage", "drop")
+        simulate_command("--compare", run_dir, *calibration, "--preprocess.zero_advantage", "drop")
