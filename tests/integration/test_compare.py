@@ -11,7 +11,6 @@ from pipelinerl import load_config
 from pipelinerl.cli import main
 from pipelinerl.launch.run import train
 from tests.integration.runs import command, flags, trained
-from tests.unit.experiments.watch.test_watch_report import data_of
 
 SMALL = [
     *("--trainer.steps", "6", "--trainer.batch_size", "16", "--actor.group_size", "4", "--engine.slots", "16"),
@@ -20,7 +19,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     schedules = ["--schedules", "pipeline,conventional:2", "--seeds", "1", "--no-tune"]
     held_out = ["--held-out", "8", "--evaluate-every", "4"]
@@ -40,21 +39,13 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path, capsys: pytest.
     assert [{**points[0], "time_s": 0} for points in answers[1:]] == [{**answers[0][0], "time_s": 0}]
     assert not list(out.glob("*/seed-0/weights"))
     assert all(one["quantities"]["saving_s"] > 0 for one in contents["runs"])
-    runs = [str(out / one["execution"]["run"]) for one in contents["runs"]]
-    assert main(["report", *runs, "--out", str(tmp_path / "page.html")]) == 0
-    news = data_of((tmp_path / "page.html").read_text())["news"]
-    assert [one["now"]["schedule"] for one in news.values()] == ["pipeline", "conventional:2"]
-
-    assert main(["replay", runs[0]]) == 0, "also with the evaluations that were made after the run"
+    first, second = (str(out / one["execution"]["run"]) for one in contents["runs"])
+    assert main(["report", first, second, "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["replay", first]) == 0, "also with the evaluations that were made after the run"
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     assert main([*arguments, "--target", "0.1"]) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
-    capsys.readouterr()
-    assert main([*arguments, "--trainer.learning_rate", "0.5"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert "config.trainer.learning_rate was 0.0003, now 0.5" in error
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ def test_the_checkpoints_of_a_run_are_compared(tmp_path: Path, capsys: pytest.Ca
 
 
 def task(folder: Path, body: str) -> tuple[str, str]:
+    folder.mkdir(exist_ok=True)
     return "--environment.kind", write_environment(folder, body, ["import signal"])
 
 
@@ -110,11 +111,13 @@ def test_environments_that_can_not_be_evaluated(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(EnvironmentSetupError, match="no held-out problems: define `held_out`, or give --training"):
         run_command("demo", *task(tmp_path, "def held_out(self, count): return []"), "--out", str(out))
+    broken = "def problem(self, index): return 1 // index"
+    with pytest.raises(EnvironmentSetupError, match=r"problem\(0\).*ZeroDivisionError"):
+        run_command("demo", *task(tmp_path / "broken", broken), "--training", "--out", str(out))
     assert not out.exists()
     failing = "isolate_reward = False\ndef reward(self, problem, text): raise KeyError('answer')"
-    (tmp_path / "other").mkdir()
     with pytest.raises(TooManyFailuresError, match="all 4 attempts failed, the last with raised: KeyError: 'answer'"):
-        run_command("demo", *task(tmp_path / "other", failing), "--problems", "2", "--attempts", "2", "--out", str(out))
+        run_command("demo", *task(tmp_path / "failing", failing), "--problems", "2", "--attempts", "2", "--out", str(out))
     assert {record.failure for record in attempts_of(out / "demo").values()} == {"raised: KeyError: 'answer'"}
 
 

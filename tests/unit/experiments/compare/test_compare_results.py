@@ -13,14 +13,13 @@ from pipelinerl.experiments.compare.results import (
     QUANTITIES,
     RunResult,
     Settings,
-    Spread,
     findings,
     ratio,
     row,
     target_reward,
 )
 from pipelinerl.experiments.runs import Execution
-from pipelinerl.metrics.evaluations import EvaluationRecord
+from tests.unit.record_parts import evaluation
 
 
 def result(
@@ -37,9 +36,7 @@ def result(
         "samples_to_reward": 1000.0,
         "samples_per_s": rate if status == "finished" else None,
     }
-    answered = [
-        EvaluationRecord(when="online", version=n, time_s=n, problems=1, reward_mean=r) for n, r in enumerate(rewards)
-    ]
+    answered = [evaluation("online", version, reward_mean=reward) for version, reward in enumerate(rewards)]
     return RunResult(
         schedule=schedule,
         seed=seed,
@@ -50,35 +47,16 @@ def result(
     )
 
 
-def times_sooner(runs: list[RunResult], schedule: str = "pipeline") -> Spread:
-    return ratio(runs, schedule, "time_to_reward_s", low_is_good=True)
+def runs_of(schedule: str, rates: Sequence[float], *times_s: float | None) -> list[RunResult]:
+    return [result(schedule, n, time_s=time_s, rate=rates[n]) for n, time_s in enumerate(times_s)]
 
 
 RUNS = [
-    result("pipeline", 0, time_s=10.0, rate=200.0),
-    result("pipeline", 1, time_s=12.0, rate=180.0),
-    result("pipeline", 2, time_s=8.0, rate=220.0),
-    result("conventional:1", 2, time_s=30.0, rate=90.0),  # seeds in any order
-    result("conventional:1", 0, time_s=14.0, rate=110.0),
-    result("conventional:1", 1, time_s=15.0, rate=100.0),
-    result("conventional:4", 0, time_s=20.0, rate=120.0),
-    result("conventional:4", 1, time_s=21.0, rate=125.0),
-    result("conventional:4", 2, time_s=None, rate=130.0),
-    result("async:2", 0, time_s=1.0, rate=999.0),
-    result("async:2", 1, time_s=1.0, rate=999.0),
-    result("async:2", 2, time_s=1.0, rate=999.0),
+    *runs_of("pipeline", (200.0, 180.0, 220.0), 10.0, 12.0, 8.0),
+    *reversed(runs_of("conventional:1", (110.0, 100.0, 90.0), 14.0, 15.0, 30.0)),  # seeds in any order
+    *runs_of("conventional:4", (120.0, 125.0, 130.0), 20.0, 21.0, None),
+    *runs_of("async:2", (999.0,) * 3, 1.0, 1.0, 1.0),
 ]
-
-
-def test_a_run_that_diverged_counts_for_nothing() -> None:
-    diverged = result("conventional:4", time_s=None, rate=900.0, status="diverged: the loss is nan")
-    found = row([diverged, result("conventional:4", 1)], "conventional:4")
-    assert (found.runs, found.diverged, found.reached) == (2, 1, 1)
-    assert found.quantities["samples_per_s"].per_seed == [None, 100.0]
-    assert found.quantities["samples_per_s"].median is None
-    assert found.quantities["time_to_reward_s"].per_seed == [None, 10.0]
-
-
 numbers = st.one_of(st.none(), st.floats(0.1, 100))
 
 
@@ -88,7 +66,7 @@ def test_ratios_against_a_reference(times: list[tuple[float | None, float | None
     runs = [
         result(name, seed, time_s=time_s) for seed, one in enumerate(times) for name, time_s in zip(names, one, strict=True)
     ]
-    found = times_sooner(runs)
+    found = ratio(runs, "pipeline", "time_to_reward_s", low_is_good=True)
 
     medians = {
         name: median(float("inf") if one[place] is None else one[place] for one in times)  # type: ignore[type-var]
@@ -126,10 +104,7 @@ def test_there_is_no_target_if_nothing_is_learnt() -> None:
     assert target_reward([]) is None
 
 
-MIXED = [
-    *(result("pipeline", seed, time_s=10.0) for seed in range(3)),
-    *(result("conventional:1", seed, time_s=time_s) for seed, time_s in enumerate((9.0, 12.0, 13.0))),
-]
+MIXED = [*runs_of("pipeline", (100.0,) * 3, *(10.0,) * 3), *runs_of("conventional:1", (100.0,) * 3, 9.0, 12.0, 13.0)]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +113,9 @@ MIXED = [
         (RUNS, 0.9, "reached a held-out reward of 0.9 1.40 times sooner than the best conventional schedule, conv"),
         (RUNS, 0.9, "made samples 1.67 times faster than the best conventional schedule, conventional:4"),
         (RUNS, 0.9, "conventional:4: 1 of 3 runs did not reach 0.9."),
-        ([result("pipeline", time_s=20.0), RUNS[4]], 0.5, "1.43 times later than the best conventional schedule"),
-        ([result("pipeline", rate=80.0), RUNS[4]], 0.5, "made samples 1.38 times slower"),
-        ([result("pipeline", rate=80.0), RUNS[4]], 0.5, "Here it does not help."),
+        ([result("pipeline", time_s=20.0), RUNS[5]], 0.5, "1.43 times later than the best conventional schedule"),
+        ([result("pipeline", rate=80.0), RUNS[5]], 0.5, "made samples 1.38 times slower"),
+        ([result("pipeline", rate=80.0), RUNS[5]], 0.5, "Here it does not help."),
         (MIXED, 0.5, "Not in every seed"),
         ([result("pipeline", time_s=None)], 0.5, "There is no conventional run that reached"),
         ([result("pipeline", time_s=None)], None, "there is no target"),

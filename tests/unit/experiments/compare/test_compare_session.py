@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from pipelinerl.errors import ConfigError, PipelineRLError, RunDirectoryError, R
 from pipelinerl.experiments.compare.compare import ComparisonRequest, answer_held_out, compare, make_request
 from pipelinerl.experiments.runs import Command
 from pipelinerl.metrics.evaluations import EvaluatedProblem
-from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.resources.machine import Machine
 from tests.unit.experiments.watch.test_watch_report import data_of
-from tests.unit.record_parts import write_records
+from tests.unit.record_parts import answered, step, write_records
 
 MACHINE = Machine(cpu="a processor", cores=2, memory_gib=4.0, system="Linux", versions={"torch": "0"})
 SECONDS = {"pipeline": 1.0, "conventional": 2.0, "async": 1.5}
@@ -36,35 +35,24 @@ def request(*flags: str, **changed: Any) -> ComparisonRequest:
 class Runs:
     """Stands in for `train`: writes a run's records; a step takes as long as its schedule and settings say."""
 
-    def __init__(self, fail: Callable[[RunConfig], Exception | None] = lambda config: None) -> None:
+    def __init__(self, errors: Mapping[str, Exception] | None = None) -> None:
         self.made: list[str] = []
-        self.fail = fail
+        self.errors = errors or {}
 
     def __call__(self, config: RunConfig) -> None:
         assert config.run_dir is not None
         run_dir = Path(config.run_dir)
-        run_dir.mkdir(parents=True)
+        (run_dir / WEIGHTS_FOLDER).mkdir(parents=True)
         self.made.append("/".join(run_dir.parts[-2:]))
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
         step_s = SECONDS[config.schedule.kind] / config.engine.processes * (1.0 + config.seed / 10)
-        steps = [
-            StepRecord(
-                version=n,
-                time_s=5.0 + n * step_s,
-                samples=config.trainer.batch_size,
-                reward_mean=0.1 + 0.05 * n,
-                ess=0.99,
-                lag_max=config.schedule.steps_per_round - 1,
-                completion_length_mean=10.0,
-                train_s=0.5 * step_s,
-                wait_s=0.5 * step_s,
-            )
-            for n in range(1, config.trainer.steps + 1)
-        ]
+        fields = {"samples": config.trainer.batch_size, "completion_length_mean": 10.0}
+        fields |= {"train_s": 0.5 * step_s, "wait_s": 0.5 * step_s}
+        versions = range(1, config.trainer.steps + 1)
+        steps = [step(n, 5.0 + n * step_s, reward_mean=0.1 + 0.05 * n, **fields) for n in versions]
         write_records(run_dir, *steps)
-        error = self.fail(config)
-        if error is not None:
-            raise error
+        if self.made[-1] in self.errors:
+            raise self.errors[self.made[-1]]
         summary = summarize(config, steps, [], {}, wall_s=9.0, status="finished")
         (run_dir / "summary.json").write_bytes(msgspec.json.encode(summary))
 
@@ -72,14 +60,15 @@ class Runs:
 class Evaluations:
     """Stands in for evaluations: all schedules are as good at the same version, 0.1 + 0.04 a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.made: list[str] = []
+        self.error = error
 
     def __call__(self, run_dir: Path, asked: ComparisonRequest) -> dict[int, list[EvaluatedProblem]]:
         self.made.append("/".join(run_dir.parts[-2:]))
-        return {
-            version: [EvaluatedProblem(problem_id="p", reward=0.1 + 0.04 * version)] for version in asked.evaluated_versions
-        }
+        if self.error is not None:
+            raise self.error
+        return {version: [answered(0.1 + 0.04 * version)] for version in asked.evaluated_versions}
 
 
 def run(
@@ -94,32 +83,17 @@ def run(
 
 
 def test_the_results(tmp_path: Path) -> None:
-    """Training rewards of the schedules are shifted by their lag, and decide nothing; their versions are equally good."""
-
-    class Lagging(Runs):
-        def __call__(self, config: RunConfig) -> None:
-            super().__call__(config)
-            path = Path(config.run_dir or "") / "metrics.jsonl"
-            records = [json.loads(line) for line in path.read_text().splitlines()]
-            lag = 3 if config.schedule.kind == "pipeline" else 0
-            for record in records:
-                record["reward_mean"] = 0.1 + 0.04 * max(0, record["version"] - lag)
-            path.write_text("".join(json.dumps(record) + "\n" for record in records))
-            (path.parent / WEIGHTS_FOLDER).mkdir()
-
+    """Training rewards decide nothing."""
     out, asked, evaluations = tmp_path / "out", request(evaluate_every=3), Evaluations()
     assert asked.evaluated_versions == [0, 3, 6, 9, 12, 15, 16]
-    written = run(out, asked, Lagging(), evaluations, target=0.5)
+    written = run(out, asked, evaluations=evaluations, target=0.5)
     # A conventional step takes twice as long here, and learning per step is the same.
     for key in ("ratio_time_to_reward", "ratio_samples_per_s"):
         assert [written[key][name] for name in ("median", "min", "max")] == pytest.approx([2.0, 2.0, 2.0])
         assert written[key]["baseline"] == "conventional:2"
     assert written["target_reward"] == 0.5
-    assert [(one["schedule"], one["seed"]) for one in written["runs"]] == [
-        *(("pipeline", 0), ("pipeline", 1)),
-        *(("conventional:2", 0), ("conventional:2", 1)),
-        *(("conventional:4", 0), ("conventional:4", 1)),
-    ]
+    schedules = ("pipeline", "conventional:2", "conventional:4")
+    assert [(one["schedule"], one["seed"]) for one in written["runs"]] == [(name, n) for name in schedules for n in (0, 1)]
     first = written["runs"][0]
     names = ("time_to_reward_s", "samples_to_reward", "samples_per_s")  # version 10, between those evaluated
     assert [first["quantities"][name] for name in names] == [10.0, 320, 32.0]
@@ -173,14 +147,10 @@ def test_every_version_is_answered_once_by_as_many_processes_as_are_worth_it(
 
 
 def test_an_evaluation_that_was_stopped_is_made_without_its_run(tmp_path: Path) -> None:
-    class Stopped(Evaluations):
-        def __call__(self, run_dir: Path, asked: ComparisonRequest) -> dict[int, list[EvaluatedProblem]]:
-            raise RunInterruptedError("stopped")
-
     with pytest.raises(RunInterruptedError, match=r"run the same command with --out .*"):
-        run(tmp_path / "out", request(), evaluations=Stopped())
+        run(tmp_path / "out", evaluations=Evaluations(RunInterruptedError("stopped")))
     runs, evaluations = Runs(), Evaluations()
-    run(tmp_path / "out", request(), runs, evaluations)
+    run(tmp_path / "out", runs=runs, evaluations=evaluations)
     assert len(runs.made) == 5
     assert "pipeline/seed-0" not in runs.made
     assert evaluations.made[0] == "pipeline/seed-0"
@@ -198,20 +168,22 @@ def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
     assert "processes: 2" in (tmp_path / "out" / "pipeline" / "seed-1" / "config.yaml").read_text()
 
 
-def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    def stop(config: RunConfig) -> Exception | None:
-        here = config.schedule.steps_per_round == 4 and config.seed == 0
-        return RunInterruptedError("stopped before its goal; go on with --resume") if here else None
-
-    first, second, third = Runs(stop), Runs(), Runs()
-    with pytest.raises(RunInterruptedError, match=r"run the same command with --out .*") as stopped:
+@pytest.mark.parametrize(
+    ("name", "error", "message", "made"),
+    [
+        ("conventional-4/seed-0", RunInterruptedError("go on with --resume"), "run the same command with --out", 3),
+        ("pipeline/seed-0", PipelineRLError("no memory"), "1 of 6 runs failed; .*pipeline/seed-0 failed: no memory", 6),
+    ],
+)
+def test_it_goes_on_with_the_run_that_was_stopped_or_failed(
+    name: str, error: Exception, message: str, made: int, tmp_path: Path
+) -> None:
+    first, second, third = Runs({name: error}), Runs(), Runs()
+    with pytest.raises(PipelineRLError, match=message) as ended:
         run(tmp_path / "out", runs=first)
-    assert "--resume" not in str(stopped.value)
-    assert len(first.made) == 3
-    assert not (tmp_path / "out" / "compare.json").exists()
+    assert "--resume" not in str(ended.value)
     contents = run(tmp_path / "out", runs=second)
-    assert second.made[0] == "conventional-4/seed-0"  # once more, from the start
-    assert len(second.made) == 4
+    assert (len(first.made), second.made[0], len(second.made)) == (made, name, 6 - (made - 1))
     assert run(tmp_path / "out", runs=third) == contents
     assert third.made == []
 
@@ -230,34 +202,17 @@ def test_changed_arguments_and_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges_is_a_result_that_reaches_nothing(tmp_path: Path) -> None:
-    def diverge(config: RunConfig) -> Exception | None:
-        here = config.schedule.steps_per_round == 4 and config.seed == 1
-        return TrainingDivergedError("the loss is nan") if here else None
-
-    evaluations = Evaluations()
-    contents = run(tmp_path / "out", request(), Runs(diverge), evaluations, target=0.5)
+    evaluations, again = Evaluations(), Runs()
+    diverging = Runs({"conventional-4/seed-1": TrainingDivergedError("the loss is nan")})
+    contents = run(tmp_path / "out", request(), diverging, evaluations, target=0.5)
     assert len(evaluations.made) == 5
     row = next(one for one in contents["schedules"] if one["schedule"] == "conventional:4")
     assert (row["runs"], row["reached"], row["diverged"]) == (2, 1, 1)
     assert row["ratio_samples_per_s"]["median"] is None
     assert contents["runs"][-1]["execution"]["status"] == "diverged: the loss is nan"
     assert "conventional:4: 1 of 2 runs diverged." in (tmp_path / "out" / "report.html").read_text()
-    again = Runs()
-    run(tmp_path / "out", request(), again, target=0.5)
+    assert run(tmp_path / "out", runs=again, target=0.5) == contents
     assert again.made == []
-
-
-def test_a_run_that_fails_is_tried_again_and_the_others_are_made(tmp_path: Path) -> None:
-    def fail(config: RunConfig) -> Exception | None:
-        here = config.schedule.kind == "pipeline" and config.seed == 0
-        return PipelineRLError("no memory is left") if here else None
-
-    runs, again = Runs(fail), Runs()
-    with pytest.raises(PipelineRLError, match=r"1 of 6 runs failed; .*pipeline/seed-0 failed: no memory is left"):
-        run(tmp_path / "out", runs=runs)
-    assert len(runs.made) == 6
-    run(tmp_path / "out", runs=again)
-    assert again.made == ["pipeline/seed-0"]
 
 
 def test_a_schedule_that_does_not_go_with_the_run_file_is_told_before_anything_runs(tmp_path: Path) -> None:
