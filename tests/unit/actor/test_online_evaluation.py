@@ -7,7 +7,6 @@ import logging
 
 from pipelinerl.config.schema import EvaluationConfig
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.types import VersionSpan
 from tests.unit.actor.test_actor import Harness
 
 
@@ -122,13 +121,3 @@ async def test_one_that_ends_with_training_is_not_given_up():
     evaluations.end()
     assert [(evaluation.version, evaluation.skipped) for evaluation in watched.done] == [(3, 0)]
     assert (evaluations.answered, evaluations.running) == (6, 0)
-
-
-async def test_tokens_are_counted_by_the_weights_that_sampled_them():
-    watched = Watched(groups=0, share=1.0)
-    for version in range(2, 30):
-        watched.at(version)
-        await watched.iterate(1)
-    first, answers = watched.harness.evaluated[0]
-    assert answers[0].weight_versions == tuple(VersionSpan(2 + i, i, i + 1) for i in range(6))
-    assert (first.version_min, first.version_max, first.version_mean) == (2, 7, 4.5)

@@ -12,7 +12,7 @@ from pipelinerl.actor.difficulty import OnlineFilter
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import OnlineFilterConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
-from pipelinerl.types import Group, GroupLedger, Problem, Rollout, Skip
+from pipelinerl.types import Group, GroupLedger, Problem, Rollout
 
 SOLVED, FAILED, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 
@@ -35,25 +35,6 @@ def test_a_problem_is_skipped_more_often_with_each_group_of_equal_rewards_and_al
     skips.observe(9, "p", MIXED)
     assert not any(skips.decide(index, "p") for index in turns)
     assert not any(skips.decide(index, "another") for index in turns)
-
-
-def test_a_skip_says_what_was_known_of_the_problem() -> None:
-    skips = made(keep=0.01, at_least=0.01)
-    for group, rewards in ((3, MIXED), (5, SOLVED), (8, []), (9, [0.0]), (11, SOLVED)):
-        skips.observe(group, "p", rewards)
-    (skip,) = {skips.decide(index, "p") for index in range(20)} - {None}
-    assert skip == Skip(equal_groups=2, last_group=11, rollouts=6, reward_mean=5 / 6, probability=0.01)
-
-
-def test_decisions_depend_on_the_seed_and_the_index_alone() -> None:
-    def decisions(seed: int, *groups: int) -> list[bool]:
-        skips = made(seed)
-        for group in groups:
-            skips.observe(group, "p", SOLVED)
-        return [skips.decide(index, "p") is None for index in range(100)]
-
-    assert decisions(0, 1) == decisions(0, 7)
-    assert decisions(0, 1) != decisions(1, 1)
 
 
 def recorded(index: int, problem: str, rewards: list[float]) -> bytes:

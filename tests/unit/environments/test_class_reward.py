@@ -19,13 +19,13 @@ from pipelinerl.types import Problem, Rollout
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout, saying
 
 TASK = """
-import os, re
+import os
 from pipelinerl.environments import SingleTurn
 from pipelinerl.environments.tasks.gcd import Gcd
 from pipelinerl.types import Problem
 
 class Act(SingleTurn):
-    reward_limits = {"timeout_s": 1.0, "memory_mb": 256, "workers": 1}
+    reward_limits = {"workers": 1}
 
     def __init__(self, tokenizer, seed, *, bonus=0.0):
         super().__init__(tokenizer, seed)
@@ -43,10 +43,6 @@ class Act(SingleTurn):
         what = problem.payload.get("what")
         if what == "exit":
             os._exit(3)
-        if what == "loop":
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        if what == "memory":
-            return len(bytearray(1 << 30))
         if what == "state":
             return float(self.asked[problem.id])
         if what == "pid":
@@ -93,7 +89,7 @@ def test_what_a_reward_does_wrong_costs_one_rollout(file: Path) -> None:
         return await guarded(lambda: environment.rollout(problem, saying("HEY")), 60.0, "the rollout")
 
     async def main() -> list[Any]:
-        return [await play(what) for what in ("right", "exit", "loop", "memory", "state", "right")]
+        return [await play(what) for what in ("right", "exit", "state", "right")]
 
     first, *failures, last = asyncio.run(main())
     environment.reward_pool.close()  # type: ignore[attr-defined]
@@ -101,11 +97,9 @@ def test_what_a_reward_does_wrong_costs_one_rollout(file: Path) -> None:
     assert first.metrics == {"length": 3.0}
     assert [failure.message.partition(" (`")[0] for failure in failures] == [
         "ChildProcessError: reward (own_task.py:Act): its process ended with status 3",
-        "reward (own_task.py:Act): it took longer than 1 s, in line 27; its process was ended",
-        "MemoryError: reward (own_task.py:Act): it needed more than 256 MB",
-        "RuntimeError: reward: own_task.py, line 31: KeyError: 'state'",
+        "RuntimeError: reward: own_task.py, line 27: KeyError: 'state'",
     ]
-    assert [failure.reason for failure in failures] == ["raised", "timeout", "raised", "raised"]
+    assert [failure.reason for failure in failures] == ["raised", "raised"]
     assert "set `isolate_reward = False` in the class" in failures[-1].message
 
 

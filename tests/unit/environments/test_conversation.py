@@ -241,6 +241,23 @@ def test_one_question_asked_twice_has_two_answers_and_either_can_go_on() -> None
     assert len(join_turns(conversation.turns).segments) == 3
 
 
+def test_an_answer_whose_predecessor_is_withdrawn_meanwhile_is_a_chat_of_its_own() -> None:
+    conversation = Conversation(SamplingClient.saying(make_tokenizer(), "five", "six"))
+    first = asyncio.run(conversation.ask([user("?")]))
+
+    async def withdrawn() -> ChatAnswer:
+        going_on = asyncio.create_task(conversation.ask([user("?"), first.message, user("!")]))
+        await asyncio.sleep(0)
+        conversation.answers.remove(first)
+        return await going_on
+
+    second = asyncio.run(withdrawn())
+    assert continues(first, second)
+    (turn,) = conversation.turns
+    assert (turn.prompt_ids, turn.completion) == (second.prompt.ids, second.completion)
+    assert conversation.metrics["new_segments"] == 0
+
+
 # ------------------------------------------------------------------------------------------------ what can't be
 
 
@@ -285,11 +302,3 @@ def test_markers_are_text_also_if_they_are_special_tokens(family: str, template:
         seen.append((first.text, first.message, second.prompt.text, second.message))
     assert seen[0] == seen[1]
     assert seen[0][1]["content"] == "<think>hm</think>"
-
-
-def test_the_ends_and_padding_are_no_text() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "<pad>", "bos_token": "<s>", "additional_special_tokens": ["<think>"]})
-    ids = tokenizer.encode("<s><think>a<pad><|im_end|>", add_special_tokens=False)
-    assert text_decoder(tokenizer)(ids) == "<think>a"
-    assert text_decoder(tokenizer, special=True)(ids) == "<s><think>a<pad><|im_end|>"

@@ -19,26 +19,18 @@ PRETTY = json.dumps(ROWS, indent=1)
 READ: dict[str, tuple[str, str, list[Any]]] = {
     "lines": ("d.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"}', ROWS),
     "array": ("d.json", json.dumps(ROWS), ROWS),
-    "array, several lines": ("d.json", PRETTY, ROWS),
     "array after blanks and a mark": ("d.json", "\ufeff \n" + PRETTY, ROWS),
     "lines of lists": ("d.jsonl", '[1, 2]\n[{"a": 3}]', [[1, 2], [{"a": 3}]]),
 }
 WRONG = {
-    "array without an end": (
-        "d.json",
-        '[\n{"prompt": "a"},',
-        "d.json:1 is not JSON: Input data was truncated",
-    ),
-    "object over lines": (
-        "d.json",
-        json.dumps(ROWS[0], indent=1),
-        "d.json:1 is not JSON: Input data was truncated",
-    ),
+    "array without an end": ("d.json", b'[\n{"prompt": "a"},', "d.json:1 is not JSON: Input data was truncated"),
     "no JSON at all": (
         "d.txt",
-        "hello",
+        b"hello",
         r"d.txt:1 is not JSON: .* \(files of JSON lines or of one JSON array, and .parquet",
     ),
+    "bytes that are no text": ("d.jsonl", '{"a": 1}'.encode("utf-16"), "d.jsonl:1 is not JSON: "),
+    "no Parquet": ("d.parquet", b"PAR1 no PAR1", "d.parquet is not Parquet"),
 }
 
 
@@ -52,20 +44,10 @@ def test_a_file_is_read_by_its_suffix_and_content(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    file, text, message = WRONG[name]
-    Path(file).write_text(text)
+    file, content, message = WRONG[name]
+    Path(file).write_bytes(content)
     with one_line(EnvironmentSetupError, match=message):
         list(read_rows(Path(file)))
-
-
-def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    for name, content, message in (
-        ("d.jsonl", '{"a": 1}'.encode("utf-16"), "d.jsonl:1 is not JSON: "),
-        ("d.parquet", b"PAR1 no PAR1", "d.parquet is not Parquet"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with one_line(EnvironmentSetupError, message):
-            list(read_rows(tmp_path / name))
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -85,19 +67,13 @@ def test_parquet_is_read_with_nested_values(tmp_path: Path) -> None:
     [
         ("dataset:openai/gsm8k/main:train", ("openai/gsm8k", "main", "train")),
         ("dataset:owner/name:test[:10%]", ("owner/name", None, "test[:10%]")),
-        ("dataset:owner/name:test", ("owner/name", None, "test")),
-        *(
-            (wrong, None)
-            for wrong in ("dataset:", "dataset:train", "dataset:a:train", "dataset:a/b/c/d:train", "dataset:a/b:")
-        ),
     ],
 )
 def test_a_data_set_has_an_owner_a_name_perhaps_a_config_and_a_split(source: str, name: Any) -> None:
-    if name is not None:
-        assert parse_name(source) == name
-        return
-    with one_line(EnvironmentSetupError, match="write dataset:OWNER/NAME:SPLIT"):
-        parse_name(source)
+    assert parse_name(source) == name
+    for wrong in ("dataset:", "dataset:train", "dataset:a:train", "dataset:a/b/c/d:train", "dataset:a/b:"):
+        with one_line(EnvironmentSetupError, match="write dataset:OWNER/NAME:SPLIT"):
+            parse_name(wrong)
 
 
 def test_a_folder_of_parquet_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,25 +105,11 @@ def test_held_out_problems_are_a_sample_that_depends_on_their_content_only() -> 
     assert 400 < sum(drawn) / len(drawn) < 600
 
 
-def test_a_first_prompt_of_a_class_that_has_the_answer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text("""
-from pipelinerl.environments import SingleTurn
-from pipelinerl.types import Problem
-class Task(SingleTurn):
-    def problem(self, index): return Problem(id="0", payload={})
-    def prompt(self, problem): return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    def reward(self, problem, text): return 0.0
-""")
-    with one_line(EnvironmentSetupError, "the first problem's prompt has chat messages that end with the assistant's"):
-        make_environment(f"{tmp_path}/task.py:Task", {}, TOKENIZER, 0)
-
-
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [
         ("math", {"path": "d.jsonl", "judge": "numbers", "system": "x"}, "system has no effect: there is no chat"),
         ("math", {"path": "d.jsonl", "judge": "numbers", "judge_processes": 2}, "judge_processes has no effect: it is for"),
-        ("countdown", {"system": "x"}, "environment.args.system has no effect"),
         ("agent", {"run": "a.py:f", "problems": {"kind": "gcd"}, "held_out": 0.5}, "held_out has no effect"),
     ],
 )

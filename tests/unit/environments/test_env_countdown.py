@@ -96,7 +96,6 @@ def test_every_problem_can_be_solved_and_none_is_trivial():
     [
         ({"numbers": [4, 3]}, r"numbers is \[4, 3\]: give the minimum first"),
         ({"highest": 90, "numbers": 8, "highest_target": 2}, "leave too few problems"),
-        ({"chat": True}, "no chat template"),
     ],
 )
 def test_arguments_that_can_not_be_used(arguments, complaint):

@@ -83,19 +83,6 @@ def test_rows_of_well_known_data_sets(tmp_path, row, arguments, answer):
     assert [(problem.id, problem.payload["question"]) for problem in environment.held_out(9)] == [("h/1", "Who?")]
 
 
-def test_the_split_is_a_tenth_and_does_not_depend_on_the_order_of_the_file(tmp_path):
-    rows = [{"question": f"How much is {n} + 1?", "answer": f"We add.\n#### {n + 1:,}"} for n in range(200)]
-    made = [
-        make_environment("math", {"judge": "numbers", "path": write(tmp_path / "p.jsonl", rows[::step])}, TOKENIZER, step)
-        for step in (1, -1)
-    ]
-    held_out, other = ({problem.payload["question"] for problem in one.held_out(1000)} for one in made)
-    assert 5 < len(held_out) < 40
-    assert held_out == other
-    trained = [made[0].problem(index).payload["question"] for index in range(200 - len(held_out))]
-    assert sorted([*trained, *held_out]) == sorted(row["question"] for row in rows)
-
-
 WHO = {"problem": "Who?", "answer": 1}
 
 
@@ -103,21 +90,16 @@ WHO = {"problem": "Who?", "answer": 1}
     ("row", "arguments", "complaint"),
     [
         ('{"problem": "x', {}, r"p\.jsonl:2 is not JSON"),
-        ("17", {}, r"p\.jsonl:2 is not a JSON object, but 17"),
         (
             {"text": "Why?", "answer": 4},
             {},
             r"p\.jsonl:2 has no field `question` or .* \(it has: text, answer\); set .*question_f",
         ),
-        ({"problem": "Why?"}, {}, r"p\.jsonl:2 has no field `answer` or .*; set environment\.args\.answer_field"),
         ({"problem": "Why?", "answer": 4}, {"answer_field": "a.b"}, r"p\.jsonl:1 has no field `a\.b`"),
         ({"problem": 7, "answer": 4}, {}, r"p\.jsonl:2: the question must be a text, not 7"),
-        ({"problem": " ", "answer": 4}, {}, r"p\.jsonl:2: the question must be a text"),
         ({"problem": "Why?", "answer": [4]}, {}, r"p\.jsonl:2: `answer` has no final answer: .* it is \[4\]"),
         ({"problem": "Why?", "solution": "words " * 99}, {}, r"p\.jsonl:2: `solution` has no final answer"),
         ({"problem": "Why?", "answer": "x+1"}, {}, r"p\.jsonl:2: 'x\+1' is not a number, but `judge` is `numbers`"),
-        (WHO, {"path": "missing.jsonl"}, r"can't read missing\.jsonl: No such file"),
-        (WHO, {"chat": True}, "no chat template"),
         (WHO, {"text": "no place"}, "must have {question}"),
         (WHO, {"length_penalty_tokens": 10}, "it needs environment.args.max_tokens"),
         (WHO, {"length_penalty_tokens": 10, "max_tokens": 9}, r"at least as many \(it is 9\)"),

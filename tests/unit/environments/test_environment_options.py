@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pytest
-from pydantic import Field, Strict
+from pydantic import Strict
 
 from pipelinerl.config.schema import Count
 from pipelinerl.environments.options import Files, Inner, Options, QuestionOptions
@@ -22,16 +22,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 class Coins(Options, frozen=True):
     path: Files
     count: Count = 3
-    side: Literal["heads", "tails"] = "heads"
-    odds: Annotated[float, Field(ge=0, le=1)] | None = None
     bounds: Annotated[tuple[Count, Count], Strict(False)] = (1, 2)
     inner: Inner | None = None
-
-
-def test_arguments_are_converted_and_have_defaults() -> None:
-    assert Coins.read({"path": "a"}) == Coins(path="a")
-    assert Coins.read({"path": ["a", "b"], "odds": 1, "bounds": [3, 4]}) == Coins(path=["a", "b"], odds=1.0, bounds=(3, 4))
-    assert Coins.read({"path": "a", "inner": {"kind": "gcd"}}).inner == Inner(kind="gcd")
 
 
 @pytest.mark.parametrize(
@@ -39,12 +31,9 @@ def test_arguments_are_converted_and_have_defaults() -> None:
     [
         ({}, "environment.args.path: it is missing; this takes text or a list of 1 or more: text"),
         ({"path": "a", "coutn": 1}, "environment.args.coutn: unknown; did you mean `count`?"),
-        ({"path": "a", "x": 1}, "environment.args.x: unknown; it takes path (required), count, side, odds, bounds, inner"),
+        ({"path": "a", "x": 1}, "environment.args.x: unknown; it takes path (required), count, bounds, inner"),
         ({"path": 3}, "environment.args.path: 3 is not allowed here; this takes text or a list of 1 or more: text"),
-        ({"path": "a", "count": 0}, "environment.args.count: 0 is not allowed here; this takes a whole number >= 1"),
-        ({"path": "a", "side": "edge"}, "environment.args.side: 'edge' is not allowed here; this takes one of heads, tails"),
         ({"path": "a", "bounds": [1]}, "environment.args.bounds: [1] is not allowed here; this takes a list of 2: a whole "),
-        ({"path": "a", "inner": {"args": {}}}, "inner: {'args': {}} is not allowed here; this takes a mapping of kind"),
         ({"path": "a", "inner": {"kind": "gcd", "arg": {}}}, "(at arg: Extra inputs are not permitted)"),
     ],
 )  # fmt: skip

@@ -127,6 +127,10 @@ class Short(SingleTurn):
 class Silent(SingleTurn):
     problem, prompt = Short.problem, Short.prompt
 
+class Answered(Silent):
+    prompt = lambda self, problem: [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    reward = Shout.reward
+
 class NoEnvironment:
     pass
 
@@ -167,6 +171,7 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(ow
         ("{own}:Shoot", {}, "has no class 'Shoot'; it has Shout"),
         ("{own}:NoEnvironment", {}, "has no method `problem(self, index)`"),
         ("{own}:Silent", {}, "Silent has no method `reward(self, problem, text)`"),
+        ("{own}:Answered", {}, "the first problem's prompt has chat messages that end with the assistant's"),
         (
             "{own}:Shout",
             {"wrod": "x"},
@@ -192,7 +197,6 @@ def test_mistakes_are_one_line_that_names_them(own, kind, args, complaint):
 @pytest.mark.parametrize(
     ("code", "complaint"),
     [
-        ("import no_such_thing", "line 1: ModuleNotFoundError"),
         ("\nx = 1 / 0", "line 2: ZeroDivisionError"),
         ("def", "SyntaxError"),
         ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),

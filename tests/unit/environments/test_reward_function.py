@@ -7,20 +7,15 @@ import json
 
 import pytest
 
-from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.failures import Failure
-from pipelinerl.actor.rollouts import attempt, score
-from pipelinerl.api import _named_rewards
+from pipelinerl.actor.rollouts import guarded, score
 from pipelinerl.environments import make_environment
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.types import Rollout, SamplingParams
-from tests.unit.environments.env_client import one_line
+from pipelinerl.types import Rollout
+from tests.unit.environments.env_client import TOKENIZER, one_line, saying
 from tests.unit.environments.test_environments import ChatTokenizer
-from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
-TOKENIZER = CharTokenizer()
 TIMEOUT_S = 30.0
-WANTED = "a number, a dict of 'reward' and other numbers, or (reward, dict)"
 
 REWARDS = """
 import os, time
@@ -30,8 +25,6 @@ def reward(completion, example):
         raise ValueError("no such answer")
     if completion == "nan":
         return float("nan")
-    if completion == "text":
-        return "1.0"
     if completion == "die":
         os._exit(1)
     if completion == "loop":
@@ -69,32 +62,22 @@ def task(tmp_path):
     return make
 
 
-def play(environment, problem, answers, tokenizer=TOKENIZER, *, asked=True):
-    """The outcome of an attempt for each answer, as the actor has it, and the last prompt."""
-    engine = ScriptedEngine(lambda r: [*TOKENIZER.encode(answers[len(engine.requests) - 1]), STOP], max_length=10_000)
+def play(environment, problem, answers, tokenizer=TOKENIZER):
+    """The outcome of an attempt for each answer, and the last prompt."""
+    client = saying(*answers, tokenizer=tokenizer)
 
     async def main():
-        client = EngineClient(engine)
-        outcomes = []
-        for number in range(len(answers)):
-            sampling = SamplingParams(max_tokens=500, stop_token_ids=(STOP,))
-            view = RolloutClient(client, tokenizer, sampling, name=f"g0.a{number}", seed=0)
-            attempted = asyncio.create_task(attempt(environment, problem, view, TIMEOUT_S))
-            while not attempted.done():
-                await client.advance()
-                await asyncio.sleep(0)
-            outcomes.append(attempted.result())
-        return outcomes
+        return [await guarded(lambda: environment.rollout(problem, client), TIMEOUT_S, "the rollout") for _ in answers]
 
     outcomes = asyncio.run(main())
-    return outcomes, TOKENIZER.decode(engine.requests[-1].prompt_ids) if asked else ""
+    return outcomes, TOKENIZER.decode(client.prompts[-1]) if client.prompts else ""
 
 
 @pytest.mark.parametrize("isolate", [False, True])
 def test_an_answer_is_worth_what_the_function_says(task, isolate):
     environment = task(isolate=isolate, **({"workers": 1} if isolate else {}))
     problem = environment.problem(0)
-    answers = [problem.payload["answer"], "nonsense", "raise", "nan", "text"]
+    answers = [problem.payload["answer"], "nonsense", "raise", "nan"]
     (right, wrong, *failed), prompt = play(environment, problem, answers)
     assert prompt == problem.payload["question"]
     assert isinstance(right, Rollout)
@@ -102,10 +85,6 @@ def test_an_answer_is_worth_what_the_function_says(task, isolate):
     assert [(failure.reason, failure.message) for failure in failed] == [
         ("raised", "RuntimeError: reward: rewards.py, line 6: ValueError: no such answer"),
         ("bad_rollout", "the result of reward is nan, not a finite number"),
-        (
-            "bad_rollout",
-            "the result of reward is a str, not a number, a dict of 'reward' and other numbers, or (reward, dict)",
-        ),
     ]
 
 
@@ -115,7 +94,7 @@ def test_a_call_that_is_ended_costs_one_rollout_or_is_worth_what_the_user_says(t
     (died, late, right), _ = play(environment, problem, ["die", "loop", problem.payload["answer"]])
     message = "ChildProcessError: reward (rewards.py:reward): its process ended with status 1"
     assert died == Failure("raised", message, died.traceback, died.turns)
-    message = "reward (rewards.py:reward): it took longer than 0.5 s, in line 14; its process was ended"
+    message = "reward (rewards.py:reward): it took longer than 0.5 s, in line 12; its process was ended"
     assert late == Failure("timeout", message, late.traceback, late.turns)
     assert right.reward == 1.0
 
@@ -143,7 +122,7 @@ def test_prompts(task, args, prompt):
     assert asked == prompt
     for made in ("answered", "chat"):  # what a function makes is checked
         environment = task(ChatTokenizer(), prompt=f"rewards.py:{made}", system="x")
-        (failed,), _ = play(environment, environment.problem(0), ["1"], ChatTokenizer(), asked=False)
+        (failed,), _ = play(environment, environment.problem(0), ["1"], ChatTokenizer())
         assert (failed.reason, failed.message.startswith("prompt returned chat messages ")) == ("bad_rollout", True)
 
 
@@ -178,7 +157,6 @@ MISTAKES = {
     "prompt is a number": ({"lines": [{"question": 2}]}, "data.jsonl:1 has a int that is neither a text nor chat messages"),
     "odd messages": ({"lines": [{"question": [{"role": "user"}]}]}, "are not objects of `role` and `content`"),
     "messages without a template": ({"lines": [{"question": [USER]}]}, "the model's tokenizer has no chat template"),
-    "chat without a template": ({"chat": True}, "environment.args.chat is true"),
     "system without a template": ({"system": "think"}, "environment.args.system has no effect: there is no chat"),
     "workers without processes": ({"workers": 3}, "workers has no effect: no function is called in a process"),
     "limits without processes": ({"timeout_s": 3}, "timeout_s has no effect: calls in this process have no limits"),
@@ -187,7 +165,6 @@ MISTAKES = {
         {"isolate": True, "memory_mb": 64, "rewards": "async def reward(text, example): return 0.0"},
         "memory_mb has no effect: no function is called in a process",
     ),
-    "reward missing": ({"rewards": "x = 1"}, "has no function 'reward'"),
     "reward not callable": ({"rewards": "reward = 1.0"}, "is a float, not a function"),
     "reward is no name": ({"reward": "rewards.py"}, "does not name a function; write"),
     "two of one name": ({"reward": {"a.py:right": 1.0, "./b.py:right": 1.0}}, "two functions have the same name"),
@@ -283,9 +260,3 @@ def test_a_function_adds_to_the_rewards_of_a_group(task, tmp_path, isolate):
     environment = task(**files, group_reward="rewards.py:too_few")
     failed = asyncio.run(score(environment, problem, rollouts, TIMEOUT_S))
     assert (failed.reason, failed.message) == ("bad_rollout", "group_reward returned [0.0, 0.0], not a list of 3 numbers")
-
-
-def test_functions_that_are_given_from_python_are_named_by_their_files(tmp_path):
-    named = f"{__file__}:{weights.__name__}"
-    assert _named_rewards({weights: 0.5, "rewards.py:right": 1.0}, tmp_path) == {named: 0.5, "rewards.py:right": 1.0}
-    assert _named_rewards(weights, tmp_path) == named

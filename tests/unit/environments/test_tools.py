@@ -61,9 +61,7 @@ def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> 
     ("call", "shown"),
     [
         (calling("calculate", expression="2 +"), "Error: '2 +' is not an expression"),
-        (calling("calculate", expression="2 / (1 - 1)"), "Error: division by zero"),
         (calling("calculate", expresion="2"), "Error: TypeError: calculate() got an unexpected keyword argument"),
-        (calling("calculate", expression=[2]), "Error: AttributeError"),
         (calling("search", query="2"), "Error: there is no tool 'search'; there are: calculate"),
     ],
 )

@@ -13,7 +13,7 @@ from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.preprocess.preprocessor import advantages
-from pipelinerl.types import Completion, FinishReason, Group, Prepared, Problem, Rollout, Segment, Turn, spans_from_versions
+from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Segment, Turn, spans_from_versions
 
 
 def rollout(name: str, reward: float, length: int = 3, finish: FinishReason = "stop", turns: int = 1) -> Rollout:
@@ -55,17 +55,6 @@ class TableScorer:
         return [[-float(s.token_ids[0]) - s.token_ids[i] / 10 for i in s.sampled_positions] for s in segments]
 
 
-def test_a_group_becomes_samples() -> None:
-    prepared = Preprocessor(PreprocessConfig()).process(group(rollout("a", 1.0, turns=2), rollout("b", 0.0)))
-    first, second = prepared.samples
-    assert (first.id, first.group_index, first.reward, first.advantage, first.finished) == ("a", 9, 1.0, 0.5, True)
-    assert (second.id, second.advantage, second.reference_logprobs) == ("b", -0.5, None)
-    assert [segment.token_ids for segment in first.segments] == [(100, 101, 0, 1, 2), (101, 101, 0, 1, 2)]
-    assert first.versions == (4, 4, 4, 5, 5, 5)
-    assert first.behaviour_logprobs == pytest.approx([-0.1, -0.2, -0.3] * 2)
-    assert (prepared.index, prepared.ids, prepared.dropped) == (9, ("a", "b"), {})
-
-
 SAME = (rollout("a", 0.1, 3), rollout("b", 0.1, 5), rollout("c", 0.1, 3))
 MIXED = (rollout("a", 1.0), rollout("b", 0.0, 7, "length"), rollout("c", 0.5))
 ENDS = (rollout("a", 1.0, 3, "length", turns=2), Rollout(id="b", reward=0.0, turns=CUT_THEN_FINISHED))
@@ -94,7 +83,9 @@ SEVERAL = (rollout("a", 0.0, 0, "length"), rollout("b", 0.0, 4, "length"), rollo
 def test_each_rollout_is_kept_or_dropped_for_one_reason(
     settings: dict[str, Any], rollouts: Sequence[Rollout], kept: dict[str, float], dropped: dict[str, tuple[int, ...]]
 ) -> None:
-    prepared = Preprocessor(PreprocessConfig(**settings)).process(group(*rollouts))
+    measured = [msgspec.structs.replace(one, metrics={one.id: 1.0}) for one in rollouts]
+    prepared = Preprocessor(PreprocessConfig(**settings)).process(group(*measured))
+    assert all(sample.metrics == {sample.id: 1.0} and sample.group_index == 9 for sample in prepared.samples)
     assert {sample.id: sample.advantage for sample in prepared.samples} == kept
     assert [sample.finished for sample in prepared.samples] == [
         one.turns[-1].completion.finish_reason == "stop" for one in rollouts if one.id in kept
@@ -102,18 +93,6 @@ def test_each_rollout_is_kept_or_dropped_for_one_reason(
     assert prepared.dropped_by_length == dropped
     assert prepared.dropped == {reason: len(lengths) for reason, lengths in dropped.items()}
     assert sorted([*kept, *chain(*prepared.dropped_ids.values())]) == [one.id for one in rollouts]
-
-
-def test_samples_carry_the_metrics_of_their_rollouts_and_older_streams_are_read() -> None:
-    measured = msgspec.structs.replace(rollout("a", 1.0), metrics={"words/reward": 1.0})
-    prepared = Preprocessor(PreprocessConfig()).process(group(measured, rollout("b", 0.0)))
-    assert [sample.metrics for sample in prepared.samples] == [{"words/reward": 1.0}, {}]
-    fields = msgspec.to_builtins(prepared)
-    del fields["dropped_ids"]
-    for sample in fields["samples"]:
-        del sample["metrics"]
-    older = msgspec.json.decode(msgspec.json.encode(fields), type=Prepared)
-    assert [sample.metrics for sample in older.samples] == [{}, {}]
 
 
 ROLLOUTS = st.tuples(

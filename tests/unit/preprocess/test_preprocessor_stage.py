@@ -54,17 +54,6 @@ class Ends:
         self.passed_on.append(prepared)
 
 
-def test_groups_pass_in_order_as_they_would_be_prepared_by_the_trainer_while_there_is_room() -> None:
-    groups, board = [make_group(2), make_group(0), make_group(1)], MemoryBoard()
-    stage = PreprocessorStage(cast(Any, ends := Ends(groups)), board=board)
-    assert [stage.pump() for _ in range(3)] == [True, True, False]
-    assert ends.passed_on == [PREPROCESSOR.process(group) for group in groups[:2]]
-    status = cast(Any, board.read("preprocessor"))
-    assert (status.state, status.detail) == ("waiting", "groups from the actor, or the trainer to read prepared groups")
-    ends.passed_on.clear()
-    assert stage.pump()
-
-
 @pytest.mark.parametrize(("reward", "state", "detail"), [(1.0, "done", ""), (math.nan, "failed", "RolloutError")])
 def test_how_it_ended_is_on_the_board(reward: float, state: str, detail: str) -> None:
     board, turns = MemoryBoard(), iter([False, False, True])
