@@ -75,7 +75,7 @@ class RunDirectory:
         return self.logs / f"{role}.log"
 
     def ready_file(self, role: str) -> Path:
-        """Where an engine server of the current session writes its address."""
+        """Where an engine server, or the first rank of a sharded trainer, of the current session writes its address."""
         return self.control / f"{role}.ready.json"
 
     def report(self, role: str) -> Path:

@@ -22,7 +22,7 @@ PROCESSES = {
     "launcher": (
         "cli.project launch.run",
         "actor.actor actor.rollouts channel engine environments.chat preprocess serving trainer weights "
-        "launch.tryout launch.restarts launch.resume "
+        "launch.tryout launch.resume "
         "launch.hosts.ray resources.gpus resources.placement launch.stages.generation "
         "launch.stages.training "
         "hub.redis report experiments torch",
@@ -31,7 +31,7 @@ PROCESSES = {
         "launch.checks environments.tasks.gcd",
         "environments.chat environments.data environments.user.function environments.user.pool torch",
     ),
-    "launcher, after a loss": ("launch.restarts launch.resume", "models.loading trainer torch"),
+    "launcher, after a loss": ("launch.hosts.processes launch.resume", "models.loading trainer torch"),
     "launcher, after a run": ("report.curves report.terminal", "experiments torch"),
     "worker": (
         "launch.hosts.worker",

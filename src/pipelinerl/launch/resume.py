@@ -23,6 +23,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.stream import GroupStream
 from pipelinerl.hub.wire import decoded
+from pipelinerl.launch.checks import inputs_of
 from pipelinerl.launch.hosts.host import open_stream
 from pipelinerl.launch.run_lock import last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
@@ -78,8 +79,6 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
             raise RunDirectoryError(f"{run.root} was run with {key} {shown}, and {why}: set it to that again")
     changes = [(key, f"{key} {show(was)} -> {show(value)}") for key, was, value in differences(before, now)]
     lines = [f"changed: {line}" for key, line in changes if key != "run_dir"]
-    from pipelinerl.launch.checks import inputs_of  # noqa: PLC0415 - not after a loss
-
     found, recorded = inputs_of(config), sessions[-1].inputs
     files = [f"changed: the content of {path}" for path in found if recorded.get(path, found[path]) != found[path]]
     if files or any(key.startswith(OF_DATA) for key, _ in changes):

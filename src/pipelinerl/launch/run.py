@@ -16,7 +16,7 @@ from rich.console import Console
 from pipelinerl.checkpoint import WEIGHTS_FOLDER, best_version, by_version, remove_unfinished, saved_versions
 from pipelinerl.config.load import validate
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunDirectoryError, RunInterruptedError, StageDiedError
+from pipelinerl.errors import PipelineRLError, RunDirectoryError, RunInterruptedError, StageDiedError
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.checks import check_before_the_start, inputs_of, settled
 from pipelinerl.launch.hosts.host import FINISHED, Attempts, LocalHost, Outcome
@@ -123,9 +123,12 @@ def _train_session(
             from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - only a resumed run needs it
 
             plan, begins_again = plan_resume(config, run)
-        if plan.version >= config.trainer.steps and (finished := finished_summary(run)) is not None:
-            print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
-            return finished
+        if plan.version >= config.trainer.steps:
+            from pipelinerl.report.series import read_summary  # noqa: PLC0415 - only at the goal
+
+            if (reached := read_summary(run.root)) is not None and reached.get("status") == FINISHED:
+                print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
+                return reached
         plan = msgspec.structs.replace(
             plan,
             run=before.run if before else plan.run,
@@ -228,15 +231,6 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
     except OSError as error:
         raise RunDirectoryError(f"can't write {run.summary}: {error.strerror}; {remedy(error)}") from error
     return summary
-
-
-def finished_summary(run: RunDirectory) -> dict[str, Any] | None:
-    """The summary of the run's last session, if it reached its goal."""
-    try:
-        summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
-    except (OSError, *INVALID_DATA):
-        return None
-    return summary if summary.get("status") == FINISHED else None
 
 
 def show_result(session: Session, summary: dict[str, Any], stream: TextIO) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelinerl.config.keys import spell
 from pipelinerl.config.load import config_of_values
@@ -41,13 +41,6 @@ WHY = {
 Settings = Mapping[str, Any]
 
 
-class Chosen(NamedTuple):
-    """Values of keys that the run file leaves open, and one line that names them with reasons."""
-
-    settings: Settings
-    line: str
-
-
 def with_gpus(config: RunConfig, count: int) -> tuple[RunConfig, list[str]]:
     """`config` with what it leaves open chosen for the `count` GPUs of this machine, and the line that says so.
 
@@ -62,8 +55,8 @@ def with_gpus(config: RunConfig, count: int) -> tuple[RunConfig, list[str]]:
     gpus = [memory.free for memory in found]
     if not gpus or torch.cuda.device_count() < len(gpus):
         return config, []
-    chosen = choose(config, given, gpus, shape_of(config), vllm=importlib.util.find_spec("vllm") is not None)
-    return (config_of_values(chosen.settings, config), [chosen.line]) if chosen.settings else (config, [])
+    chosen, line = choose(config, given, gpus, shape_of(config), vllm=importlib.util.find_spec("vllm") is not None)
+    return (config_of_values(chosen, config), [line]) if chosen else (config, [])
 
 
 def keys_given(config: RunConfig) -> set[str]:
@@ -88,8 +81,9 @@ def may_choose(config: RunConfig, given: Collection[str]) -> bool:
 
 def choose(
     config: RunConfig, given: Collection[str], gpus: Sequence[int], shape: ModelShape | None, *, vllm: bool
-) -> Chosen:
-    """What to use of `gpus`, their free memory in bytes. Nothing in `given` changes.
+) -> tuple[Settings, str]:
+    """What to use of `gpus`, their free memory in bytes: values of keys that the run file leaves open, which are not in
+    `given`, and one line that names them with reasons.
 
     `shape`: None if the model's sizes are not known. `vllm`: this Python has it. It is chosen only where engines have GPUs
     of their own, since it takes nearly all memory of one.
@@ -123,7 +117,7 @@ def choose(
             if "model.lora" not in given and next(_fitting(adapters, given, gpus, shape), None) is not None:
                 note += ", low-rank adapters can: --model.lora {}"
     chosen = fixed | dict(settings)
-    return Chosen(chosen, f"{_line(config, chosen, gpus)}{note}")
+    return chosen, f"{_line(config, chosen, gpus)}{note}"
 
 
 def _line(config: RunConfig, chosen: Settings, gpus: Sequence[int]) -> str:

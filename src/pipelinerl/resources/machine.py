@@ -68,15 +68,10 @@ def processor() -> str:
 
 
 class Memory(NamedTuple):
-    """In bytes. `available` is what can be allocated now without ending other processes; None if it is not known."""
+    """In bytes. `free` is what can be allocated now without ending other processes; the total if it is not known."""
 
     total: int
-    available: int | None
-
-    @property
-    def free(self) -> int:
-        """What can be allocated now, as far as it is known."""
-        return self.total if self.available is None else min(self.available, self.total)
+    free: int
 
 
 def host_memory(root: Path = Path("/")) -> Memory:
@@ -84,11 +79,12 @@ def host_memory(root: Path = Path("/")) -> Memory:
     lines = _lines(root / "proc/meminfo")
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
     if not {"MemTotal", "MemAvailable"} <= kib.keys():
-        return Memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None)
-    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Memory(total, total)
+    total, free = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
     for limit, used in _limits(root):
-        total, available = min(total, limit), min(available, max(0, limit - used))
-    return Memory(total, available)
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return Memory(total, min(free, total))
 
 
 def memory_of(device: str) -> Memory | None:
@@ -111,7 +107,7 @@ def memory_of(device: str) -> Memory | None:
         failed = failed or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(found))
         if not failed and not nvml.nvmlDeviceGetMemoryInfo(found, ctypes.byref(memory)):  # total, free, used
             return Memory(total.value, min(memory[1], total.value))
-    return Memory(total.value, None)
+    return Memory(total.value, total.value)
 
 
 def usable_gpus() -> int:

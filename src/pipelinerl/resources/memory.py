@@ -199,7 +199,7 @@ def check_memory(config: RunConfig) -> MemoryCheck:
         return judge(predict(config, shape, {place.role: place.gpus for place in place_here(config)[0]}))
     uses = predict(config, shape)
     if config.launch.kind == "ray":
-        return MemoryCheck([f"memory: up to {_gigabytes(sum(use.size for use in uses))} on all machines"], uses)
+        return MemoryCheck([f"memory: up to {sum(use.size for use in uses) / 1e9:.1f} GB on all machines"], uses)
     return judge(uses)
 
 
@@ -229,28 +229,24 @@ def judge(uses: Sequence[Use], memory_of: Callable[[str], Memory | None] = memor
         here, memory = [use for use in uses if use.device == device], memory_of(device)
         on = "" if device == HOST else f" on {device}"
         most, least = sum(use.size for use in here), sum(use.size for use in here if not use.varies)
-        sums.append(f"up to {_gigabytes(most)}{f' of {_gigabytes(memory.total)}' if memory else ''}{on}")
+        sums.append(f"up to {most / 1e9:.1f} GB{f' of {memory.total / 1e9:.1f} GB' if memory else ''}{on}")
         if memory is None or most <= memory.free:
             continue
         largest = bytes_by("name", here).most_common(5)
+        table = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in largest)
         advice = [*dict.fromkeys(ADVICE[name] for name, _ in largest if name in ADVICE), "set model.dtype to bfloat16"]
-        needs = f"needs at least {_gigabytes(least)} of memory{on}"
+        needs = f"needs at least {least / 1e9:.1f} GB of memory{on}"
         if least <= memory.total:
-            needs = f"may need {_gigabytes(most)} of memory{on} if prompts and answers are as long as they may be"
+            needs = f"may need {most / 1e9:.1f} GB of memory{on} if prompts and answers are as long as they may be"
         line = (
-            f"the run {needs}, and there are {_gigabytes(memory.total)}, of which {_gigabytes(memory.free)} are free now "
-            f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in largest)}); {'; '.join(advice)}; or take a smaller "
-            "model"
+            f"the run {needs}, and there are {memory.total / 1e9:.1f} GB, of which {memory.free / 1e9:.1f} GB are free now "
         )
+        line += f"({table}); {'; '.join(advice)}; or take a smaller model"
         if least > memory.total:
             raise UserError(line)
         warnings.append(f"warning: {line}")
-    by_role = ", ".join(f"{role} {_gigabytes(size)}" for role, size in bytes_by("role", uses).items())
+    by_role = ", ".join(f"{role} {size / 1e9:.1f} GB" for role, size in bytes_by("role", uses).items())
     return MemoryCheck([f"memory: {' and '.join(sums)} ({by_role})", *warnings], uses)
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def share_for_vllm(config: RunConfig, memory_of: Callable[[str], Memory | None] = memory_of) -> float | None:

@@ -20,8 +20,7 @@ from pipelinerl.files import shared_memory, write_atomically
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.launch.hosts.host import Outcome, make_hub, worker_kind
-from pipelinerl.launch.hosts.processes import Processes, replaceable_roles
-from pipelinerl.launch.restarts import Healing
+from pipelinerl.launch.hosts.processes import Healing, Processes, replaceable_roles
 from pipelinerl.launch.run import Losses
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec
 from pipelinerl.launch.stages import training
@@ -219,12 +218,12 @@ def test_a_process_is_started_again_after_a_pause_that_doubles_and_not_for_ever(
     now = 100.0
     for pause_s in (0.5, 1.0, 2.0, 0.5, 1.0, 2.0):
         run.heal(1, now=now)
-        assert run.healing.pending
+        assert run.healing.attempts["generation-1"].due_s == now + pause_s
         assert run.begin(now + pause_s - 0.01) == []
         now += pause_s
         (worker,) = run.begin(now)
         assert worker.role == "generation-1"
-        assert not run.healing.pending
+        assert run.healing.attempts["generation-1"].due_s is None
         if len(run.host.started) == 3:
             now += 10_000.0
     with pytest.raises(CrashLoopError, match=r"generation-1 process died 4 times \(launch.restarts: 3\):\n1. ") as raised:

@@ -65,20 +65,20 @@ MODELS = {
 
 def chosen(model: str, count: int, memory: int = H100, *flags: str, vllm: bool = False) -> dict[str, Any]:
     config = load_config(os.devnull, [*REAL, *flags])
-    return dict(choose(config, keys_given(config), [memory] * count, MODELS[model], vllm=vllm).settings)
+    return dict(choose(config, keys_given(config), [memory] * count, MODELS[model], vllm=vllm)[0])
 
 
 def row(model: str, count: int, *flags: str) -> str:
     """A row of the tables in docs/gpu.md, for GPUs of 85 GB with 512 rollouts a step."""
     config = load_config(os.devnull, [*REAL, *flags])
-    found = choose(config, keys_given(config), [H100] * count, MODELS[model], vllm=False)
-    fits = "can't be trained" not in found.line
+    found, line = choose(config, keys_given(config), [H100] * count, MODELS[model], vllm=False)
+    fits = "can't be trained" not in line
     values = (
-        found.settings.get("trainer.ranks", 1),
-        found.settings.get("engine.processes", 1),
-        found.settings["engine.slots"],
-        f"{found.settings['trainer.micro_batch_tokens']:,}",
-        "yes" if found.settings["trainer.gradient_checkpointing"] else "no",
+        found.get("trainer.ranks", 1),
+        found.get("engine.processes", 1),
+        found["engine.slots"],
+        f"{found['trainer.micro_batch_tokens']:,}",
+        "yes" if found["trainer.gradient_checkpointing"] else "no",
     )
     name = f"{model}{' with `--model.lora {}`' if flags else ''}"
     return f"| {name} | {' | '.join(map(str, values)) if fits else 'does not fit | | | |'} |"
@@ -134,9 +134,9 @@ def test_a_key_that_is_set_is_never_changed(keys: set[tuple[str, Any]], count: i
         config = load_config(os.devnull, {"model.path": "a/model", **dict(keys)})
     except ConfigError:
         return
-    found = choose(config, keys_given(config), [H100] * count, MODELS["0.5B"], vllm=vllm)
-    assert not found.settings.keys() & {key for key, _ in keys}
-    after = config_of_values(found.settings, config)
+    found, _ = choose(config, keys_given(config), [H100] * count, MODELS["0.5B"], vllm=vllm)
+    assert not found.keys() & {key for key, _ in keys}
+    after = config_of_values(found, config)
     for key, value in keys:
         section, _, name = key.partition(".")
         assert getattr(getattr(after, section), name) == value
@@ -155,15 +155,15 @@ def test_vllm_is_chosen_where_it_can_have_gpus_of_its_own_and_do_what_the_run_fi
 
 def test_the_line_says_what_was_chosen_why_and_what_does_not_fit() -> None:
     config = load_config(os.devnull, REAL)
-    line = choose(config, keys_given(config), [H100], MODELS["7B"], vllm=False).line
+    line = choose(config, keys_given(config), [H100], MODELS["7B"], vllm=False)[1]
     assert line.startswith(
         "chosen for 1 GPU with 85 GB free: engine.device cuda:0, trainer.device cuda:0, model.dtype bfloat16 (with"
     )
     assert line.endswith("; all 7.6B parameters can't be trained here, low-rank adapters can: --model.lora {}")
-    unknown = choose(config, keys_given(config), [H100] * 4, None, vllm=False)
-    assert unknown.settings["engine.processes"] == 3
-    assert "engine.slots" not in unknown.settings
-    assert unknown.line.endswith("once the model has been downloaded")
+    unknown, line = choose(config, keys_given(config), [H100] * 4, None, vllm=False)
+    assert unknown["engine.processes"] == 3
+    assert "engine.slots" not in unknown
+    assert line.endswith("once the model has been downloaded")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_runs_that_stay_as_they_are(flags: list[str], expected: bool) -> None:
 def with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "usable_gpus", lambda: 2)
     monkeypatch.setattr("pipelinerl.resources.placement.usable_gpus", lambda: 2)
-    monkeypatch.setattr(gpus, "memory_of", lambda _: Memory(H100, None))
+    monkeypatch.setattr(gpus, "memory_of", lambda _: Memory(H100, H100))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("pipelinerl.models.device.require_device", lambda _: None)
 

@@ -271,7 +271,7 @@ def test_vllm_leaves_a_gpu_to_the_rest_of_the_run(
 ) -> None:
     monkeypatch.setattr(memory, "shape_of", lambda _: BILLION)
     config = load_config(None, flags)
-    share = share_for_vllm(config, lambda _: Memory(80 * GB, None))
+    share = share_for_vllm(config, lambda _: Memory(80 * GB, 80 * GB))
     if not sharers:
         assert share is None
         return
@@ -281,7 +281,7 @@ def test_vllm_leaves_a_gpu_to_the_rest_of_the_run(
     assert share == pytest.approx(min(0.92, (1 - others / 80e9) / sharers))
     assert share_for_vllm(config, lambda _: None) is None
     if flags == SHARED:  # its weights have room beside a trainer that may need all
-        assert share_for_vllm(config, lambda _: Memory(20 * GB, None)) == pytest.approx(0.1)
+        assert share_for_vllm(config, lambda _: Memory(20 * GB, 20 * GB)) == pytest.approx(0.1)
 
 
 class Driver:
@@ -332,7 +332,7 @@ def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytes
     assert usable_gpus() == 2
     assert [memory_of(f"cuda:{gpu}") for gpu in range(3)] == [Memory(80 * GB, 80 * GB), Memory(80 * GB, 30 * GB), None]
     monkeypatch.setattr("ctypes.CDLL", without_nvml)
-    assert memory_of("cuda:1") == Memory(80 * GB, None)
+    assert memory_of("cuda:1") == Memory(80 * GB, 80 * GB)
     apart = load_config(None, ["--engine.device=cuda", "--trainer.device=cuda"])
     both = load_config(None, ["--engine.device=cuda:0", "--trainer.device=cuda:0"])
     ours, shared = (bytes_by("device", check_memory(config).uses) for config in (apart, both))
@@ -345,8 +345,8 @@ def test_what_each_process_needs_is_compared_with_its_own_gpu(monkeypatch: pytes
 
 
 def judged(total: float, available: float | None = None, *flags: str) -> MemoryCheck:
-    free = None if available is None else int(available * 1e9)
-    return judge(predict(load_config(None, flags), BILLION), lambda _: Memory(int(total * 1e9), free))
+    memory = Memory(int(total * 1e9), int((total if available is None else available) * 1e9))
+    return judge(predict(load_config(None, flags), BILLION), lambda _: memory)
 
 
 def sums(*flags: str) -> tuple[float, float]:
@@ -373,15 +373,15 @@ def test_only_what_can_not_fit_is_refused() -> None:
     assert len(judged(most + 1, most + 0.5).lines) == len(judged(most + 1).lines) == 1
     assert f"up to {most:.1f} GB of {most + 1:.1f} GB" in judged(most + 1).lines[0]
     on_gpu = predict(load_config(None, ["--trainer.device=cuda:0"]), BILLION)
-    assert "GB on cuda:0 (" in judge(on_gpu, lambda device: Memory(10**12, None) if device == "cpu" else None).lines[0]
+    assert "GB on cuda:0 (" in judge(on_gpu, lambda device: Memory(10**12, 10**12) if device == "cpu" else None).lines[0]
     with pytest.raises(UserError, match=r"on cuda:0, and there are 1\.0 GB"):
-        judge(on_gpu, lambda device: Memory(10**12 if device == "cpu" else GB, None))
+        judge(on_gpu, lambda device: Memory(10**12, 10**12) if device == "cpu" else Memory(GB, GB))
 
 
 def test_the_demo_fits_a_small_machine_and_needs_no_torch_to_say_so() -> None:
     shape = read_shape(Path(resolve_path("demo")))
     assert shape is not None
-    assert judge(predict(load_config(None), shape), lambda _: Memory(2 * GB, None)).lines[1:] == []
+    assert judge(predict(load_config(None), shape), lambda _: Memory(2 * GB, 2 * GB)).lines[1:] == []
     code = "import sys; from pipelinerl.resources.memory import *; from pipelinerl.config.load import load_config; "
     code += "check_memory(load_config(None)); assert not {'torch', 'transformers'} & sys.modules.keys()"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@
              ◀──status board, exit codes── all
 
 The launcher computes nothing. It shows the status board, notices at once when a process ends, asks the watchdog whether
-the run makes progress, and turns Ctrl-C into a clean stop. It starts some processes again if they die (`restarts`).
+the run makes progress, and turns Ctrl-C into a clean stop. It starts some processes again if they die (`Healing`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
@@ -31,19 +34,30 @@ from pipelinerl.errors import (
     StreamError,
     WeightUpdateError,
 )
-from pipelinerl.files import UNWRITABLE
-from pipelinerl.launch.hosts.host import Host, Outcome, Worker, interruption, named
+from pipelinerl.files import UNWRITABLE, write_atomically
+from pipelinerl.hub.admission import ProcessTotals
+from pipelinerl.launch.hosts.host import Attempts, Host, Outcome, Worker, interruption, named
 from pipelinerl.launch.run_lock import keep_settings
 from pipelinerl.launch.session import Session
+from pipelinerl.metrics.evaluations import EvaluationRecord
+from pipelinerl.metrics.reading import read_records
+from pipelinerl.metrics.statistics import engine_total
 from pipelinerl.process import Interrupts, counted_interrupts
 from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, stages_of, worker_roles
-from pipelinerl.status.board import last_statuses, write_statuses
+from pipelinerl.status.board import last_statuses, starting, write_statuses
 from pipelinerl.status.view import RunView
 from pipelinerl.status.watchdog import Watchdog
-from pipelinerl.types import TRAINER, StageStatus, goal_reached, trainer_progress
-
-if TYPE_CHECKING:
-    from pipelinerl.launch.restarts import Healing
+from pipelinerl.types import (
+    LOST,
+    STREAM_DROP,
+    TRAINER,
+    ActorProgress,
+    EngineProgress,
+    StageStatus,
+    TrainerProgress,
+    goal_reached,
+    trainer_progress,
+)
 
 LOOK_EVERY_S = 0.1
 STOP_PATIENCE_S = 120.0
@@ -52,6 +66,97 @@ CAUSE_PATIENCE_S = 1.0
 """Time for a rank of the trainer to end, after another one, or an engine, noticed that it is lost."""
 SERVER_PATIENCE_S = 20.0
 """Time for an engine server to stop. It is idle by then."""
+WORKED_S = 600.0
+"""A process that has worked for so long after a restart has recovered: its restarts count from zero again."""
+PAUSES_KEPT = 256
+"""Pauses for weight updates, of all ended processes of a role, that are published."""
+ENDED = "ended-"
+"""How the names of the stages begin that have the totals of processes that died."""
+
+
+class Healing:
+    """The restarts of a session's processes, while the others continue.
+
+        death ─▶ what is left of it is killed ─▶ its work is counted ─▶ a pause ─▶ it is started again
+
+    A process that is killed can't write any more, so nothing of it arrives after its replacement has started. What it had
+    begun is returned before that, by the hub:
+
+    generation     The groups that it had in progress are counted as lost and start again under their index, in any
+                   generation process. The trainer does not wait for the engine until the new process asks for weights; it
+                   gets the newest.
+    preprocessing  The groups that it had read and not passed on are read again.
+
+    Any other process, like the trainer, takes its session with it. Another session follows from the latest checkpoint
+    (`run.Losses`). The caller removes dead processes from its own list, and adds what `begin` starts. `attempts` is by role,
+    `changed_s` the time of the latest death or restart.
+    """
+
+    def __init__(self, session: Session, host: Host, view: RunView) -> None:
+        self._session, self._host, self._view = session, host, view
+        self.attempts: dict[str, Attempts] = {}
+        self.changed_s = 0.0
+
+    def heal(self, dead: Sequence[Worker], now: float) -> None:
+        """Count the work of processes that died, and plan their restarts. Raises CrashLoopError if they died too often."""
+        self.changed_s = now
+        looping = []
+        for worker in dead:
+            attempts = self.attempts.setdefault(worker.role, Attempts(self._session.config.launch.restarts))
+            worked = now - attempts.began_s >= WORKED_S
+            following = attempts.after(str(worker.failure()), "it is started again", worked=worked)
+            attempts.due_s = now + attempts.pause_s
+            self._host.reap(worker)
+            self._count(worker)
+            if following is None:
+                times = f"{len(attempts.reports)} times (launch.restarts: {attempts.allowed})"
+                looping.append(attempts.all(f"the {worker.role} process died {times}:"))
+            else:
+                self._view.say(following)
+        if looping:
+            raise CrashLoopError("\n".join(looping))
+
+    def begin(self, now: float) -> Iterator[Worker]:
+        """Start the processes that are due, one at a time. Raises StageDiedError if one can't be started.
+
+        A new process learns which evaluations have taken place, and which weights the run has come to.
+        """
+        run, plan = self._session.run, self._session.plan
+        for role, attempts in self.attempts.items():
+            if attempts.due_s is not None and now >= attempts.due_s:
+                trainer = trainer_progress(self._host.board.read(TRAINER)) or TrainerProgress()
+                evaluated = [record.version for record in read_records(run.evaluations, EvaluationRecord)]
+                version, latest = max(plan.version, trainer.published_version), max(evaluated, default=plan.evaluated)
+                known = msgspec.structs.replace(plan, version=version, evaluated=latest)
+                try:
+                    write_atomically(run.plan, msgspec.json.encode(known), mode=0o600)
+                    yield self._host.start(role)
+                except OSError as error:  # a full disk, or no memory for a process
+                    raise StageDiedError(f"{attempts.reports[-1]}\nit can't be started again: {error}") from error
+                attempts.due_s, attempts.restarts = None, attempts.restarts + 1
+                attempts.began_s = self.changed_s = now
+
+    def _count(self, worker: Worker) -> None:
+        """Publish the totals of all processes of this role that died: the actors' by the hub, the engines' as published."""
+        config, board = self._session.config, self._host.board
+        stages = stages_of(config, worker.role)
+        if worker.role in (roles := generation_roles(config)):
+            part = self._host.hub.admission.parts.get(roles.index(worker.role), ProcessTotals())
+            actor = ActorProgress(
+                groups_started=part.groups + part.lost // config.actor.group_size,
+                rollouts_started=part.attempts + part.lost,
+                rollouts_handed_over=part.rollouts - part.replaced,
+                rollouts_dropped=+Counter({**part.dropped, LOST: part.lost, STREAM_DROP: part.replaced}),
+            )
+            mine = {ENDED + stages[0]: os.getpid(), stages[0]: worker.pid}  # what the new one publishes is not of the dead
+            known = {stage: status for stage, pid in mine.items() if (status := board.read(stage)) and status.pid == pid}
+            engine = engine_total(known) or EngineProgress()
+            now, pauses_s = time.monotonic(), engine.pauses_s[-PAUSES_KEPT:]
+            engine = msgspec.structs.replace(engine, slots=0, in_progress=0, queued=0, probes=(), pauses_s=pauses_s)
+            status = StageStatus(stage="", pid=os.getpid(), state="done", detail="", since_s=now, written_s=now)
+            for stage, progress in zip(stages, (engine, actor), strict=True):
+                board.publish(msgspec.structs.replace(status, stage=ENDED + stage, progress=progress))
+        starting(board, stages, "has died and is started again")
 
 
 class Processes:
@@ -59,14 +164,14 @@ class Processes:
 
     started       processes that run, or have ended and were not replaced
     replaceable   the roles whose processes are started again if they die
-    healing       what does that, once one has died
+    healing       what does that
     """
 
     def __init__(self, session: Session, host: Host, view: RunView) -> None:
         self._session, self.host, self._view = session, host, view
         self.started: list[Worker] = []
         self.replaceable = replaceable_roles(session.config)
-        self.healing: Healing | None = None
+        self.healing = Healing(session, host, view)
         self._stages = [stage for role in worker_roles(session.config) for stage in stages_of(session.config, role)]
         self._loaded = False
 
@@ -144,7 +249,8 @@ class Processes:
             early = [worker for worker in ended if worker.role not in followers]
             if early and not goal_reached(statuses.get(TRAINER)):
                 return premature_exit(early[0])
-            if len(ended) == len(self.workers) and not (self.healing and self.healing.pending):
+            waiting = any(attempts.due_s is not None for attempts in self.healing.attempts.values())  # for its restart
+            if len(ended) == len(self.workers) and not waiting:
                 return None
             if interrupts.count:
                 return RunInterruptedError("stopping")
@@ -152,7 +258,7 @@ class Processes:
                 stall = watchdog.observe(statuses, now)
                 if stall is not None:
                     return StalledError(stall)
-            waited_s = now - max(begin_s, self.healing.changed_s if self.healing else 0.0)
+            waited_s = now - max(begin_s, self.healing.changed_s)
             if late and waited_s > launch.startup_timeout_s:
                 return StalledError(f"{' and '.join(late)} not ready after {waited_s:.0f} s (launch.startup_timeout_s)")
             time.sleep(LOOK_EVERY_S)
@@ -161,14 +267,9 @@ class Processes:
         """Replace dead processes. Returns the other workers that have ended. Raises PipelineRLError if the run must end."""
         ended = [worker for worker in self.workers if not worker.running]
         if dead := [one for one in self.started if one.role in self.replaceable and one.died]:
-            if self.healing is None:
-                from pipelinerl.launch.restarts import Healing  # noqa: PLC0415 - few runs need it
-
-                self.healing = Healing(self._session, self.host, self._view)
             self.healing.heal(dead, now)
             self.started = [one for one in self.started if one not in dead]
-        if self.healing is not None:
-            self.started += self.healing.begin(now)
+        self.started += self.healing.begin(now)
         return [worker for worker in ended if worker not in dead]
 
     def _look(self, now: float) -> tuple[dict[str, StageStatus], list[str]]:
@@ -266,6 +367,6 @@ def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
         wall_s=time.monotonic() - begin_s,
         stream_rollouts=waiting,
         peak_memory={one.role: report.peak for one in processes.started if (report := one.report()) and report.peak},
-        restarts={role: one.restarts for role, one in healing.attempts.items()} if (healing := processes.healing) else {},
+        restarts={role: attempts.restarts for role, attempts in processes.healing.attempts.items()},
         lost=lost and not isinstance(error, RunInterruptedError),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import signal
 import socket
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 import torch
@@ -35,7 +33,6 @@ from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
 from pipelinerl.resources.roles import TRAINING, rank_roles
-from pipelinerl.run_directory import ReadyFile
 from pipelinerl.status.board import starting
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput
 from pipelinerl.trainer.saving import restore_rng, rng_state
@@ -84,8 +81,7 @@ def run_rank(session: Session, role: str) -> None:
     torch.set_num_threads(session.here.threads)
     while not (ready := session.run.ready_file(TRAINING)).exists():  # the launcher watches how long
         time.sleep(POLL_S)
-    address = urlsplit(msgspec.json.decode(ready.read_bytes(), type=ReadyFile).url)
-    meeting = (str(address.hostname), int(address.port or 0))
+    meeting = msgspec.json.decode(ready.read_bytes(), type=tuple[str, int])
     with _joined(session, 1 + rank_roles(session.config).index(role), meeting) as team:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         learner: Any = load_policy(session, team).learner(session.config)
@@ -97,9 +93,7 @@ def lead_ranks(session: Session, board: Board) -> Iterator[Team]:
     """Be rank 0 of a sharded trainer while inside. Its ready file tells the others where to connect."""
     starting(board, [TRAINER], "waits for the other ranks to start")
     meeting = listen(session.here.address)
-    address = f"[{session.here.address}]" if ":" in session.here.address else session.here.address
-    url = f"tcp://{address}:{meeting.getsockname()[1]}"
-    write_atomically(session.run.ready_file(TRAINING), msgspec.json.encode(ReadyFile(url, os.getpid())))
+    write_atomically(session.run.ready_file(TRAINING), msgspec.json.encode(meeting.getsockname()[:2]))
     with _joined(session, 0, meeting) as team:
         yield team
         team.call("end")
