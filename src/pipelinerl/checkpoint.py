@@ -210,11 +210,8 @@ def by_version(directory: Path) -> dict[int, Path]:
     """
     if not directory.is_dir():
         return {}
-    found: dict[int, Path] = {}
-    for path in sorted(directory.iterdir(), reverse=True):  # `step_X.old` comes before `step_X`, which overrides it
-        if match := _NAME.fullmatch(path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    paths = sorted(directory.iterdir(), reverse=True)  # `step_X.old` comes before `step_X`, which overrides it
+    return dict(sorted({int(match[1]): path for path in paths if (match := _NAME.fullmatch(path.name))}.items()))
 
 
 def saved_versions(run_dir: Path) -> dict[int, Path]:

@@ -116,19 +116,14 @@ def choose(
             adapters = config_of_values({"model.lora": {}}, base)
             if "model.lora" not in given and next(_fitting(adapters, given, gpus, shape), None) is not None:
                 note += ", low-rank adapters can: --model.lora {}"
-    chosen = fixed | dict(settings)
-    return chosen, f"{_line(config, chosen, gpus)}{note}"
-
-
-def _line(config: RunConfig, chosen: Settings, gpus: Sequence[int]) -> str:
-    """The values that differ from those before."""
-    before = config.model_dump()
+    chosen, before = fixed | dict(settings), config.model_dump()
     shown = [
         f"{key} {spell(value)}" + (f" ({WHY[key]})" if key in WHY else "")
         for key, value in chosen.items()
         if value != before[key.partition(".")[0]][key.partition(".")[2]]
     ]
-    return f"chosen for {len(gpus)} GPU{'s' * (len(gpus) > 1)} with {min(gpus) / 1e9:.0f} GB free: {', '.join(shown)}"
+    here = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} with {min(gpus) / 1e9:.0f} GB free"
+    return chosen, f"chosen for {here}: {', '.join(shown)}{note}"
 
 
 def _fitting(config: RunConfig, given: Collection[str], gpus: Sequence[int], shape: ModelShape) -> Iterator[Settings]:

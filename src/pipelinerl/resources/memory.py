@@ -32,9 +32,8 @@ ALLOCATOR = 1.15
 VLLM, VLLM_SHARE = "vLLM", 0.92
 """Its weights, KV cache and activations, and the share of a GPU that it takes for them by default."""
 ADVICE = {
-    **dict.fromkeys(
-        ("activations", "logits"), "lower trainer.micro_batch_tokens, or set trainer.gradient_checkpointing to true"
-    ),
+    "activations": "lower trainer.micro_batch_tokens, or set trainer.gradient_checkpointing to true",
+    "logits": "lower trainer.micro_batch_tokens",
     "KV cache": "lower engine.slots or engine.max_length",
     "Adam's moments": "set model.lora to {}, or raise trainer.ranks to use more GPUs",
     "gathered weights": "set trainer.reshard_after_forward to true",

@@ -102,15 +102,14 @@ def lead_ranks(session: Session, board: Board) -> Iterator[Team]:
 def _joined(session: Session, rank: int, meeting: socket.socket | tuple[str, int]) -> AbstractContextManager[Team]:
     from pipelinerl.trainer.sharding.ranks import join  # noqa: PLC0415 - only for several ranks
 
-    launch, trainer = session.config.launch, session.config.trainer
+    launch = session.config.launch
     return join(
-        trainer,
+        session.config.trainer,
         rank,
         meeting,
         session.plan.ranks_key,
         start_s=launch.startup_timeout_s,
         stall_s=launch.watchdog_s / 2,  # before the watchdog, which can't say which rank it is
-        one_gpu=":" not in trainer.device,  # see `placement.visible_gpus`
     )
 
 

@@ -203,6 +203,10 @@ class ShardedLearner(Learner):
             grid = plan(lengths, self._attention_cost, size, budget)
         column = ([used[index] for index in row[self._team.rank]] for row in grid)
         sums = self._accumulate_all(column, len(grid), version, normalizer, on_micro_batch)
+        if self.lora is not None:
+            adapters = [p.grad for p in self.model.parameters() if p.grad is not None]
+            for work in [distributed.all_reduce(gradient, async_op=True) for gradient in adapters]:
+                work.wait()
         counts = [sum(used[index].sampled_count for row in grid for index in row[rank]) for rank in range(size)]
         return sum(bool(place) for row in grid for place in row), _of_all(sums, counts, self._team.rank)
 
@@ -212,14 +216,6 @@ class ShardedLearner(Learner):
         decided = torch.tensor([rate, stepped], dtype=torch.float64)
         distributed.broadcast(decided, 0)
         return metrics, float(decided[0]), bool(decided[1])
-
-    def _accumulate_all(self, *arguments: Any, **options: Any) -> Sums:
-        sums = super()._accumulate_all(*arguments, **options)
-        if self.lora is not None:
-            adapters = [p.grad for p in self.model.parameters() if p.grad is not None]
-            for work in [distributed.all_reduce(gradient, async_op=True) for gradient in adapters]:
-                work.wait()
-        return sums
 
     def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
         if samples:

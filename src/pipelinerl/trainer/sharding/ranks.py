@@ -92,16 +92,16 @@ def join(
     *,
     start_s: float,
     stall_s: float,
-    one_gpu: bool = False,
 ) -> Iterator[Team]:
     """Be one rank of a sharded trainer while inside. `meeting`: where rank 0 listens; for the others, its address.
 
-    An operation of all ranks fails after `stall_s` without one of them. `one_gpu`: each rank sees only its own GPU.
+    An operation of all ranks fails after `stall_s` without one of them.
 
     Raises UserError if this PyTorch lacks the backend, and RankLostError: if the others do not start within `start_s`, if
     one does not have `key`, and in place of the errors of operations that a rank has left.
     """
-    device = torch.device(config.rank_device(0 if one_gpu else rank))
+    # Without a number in the run file, each rank sees only its own GPU: see `placement.visible_gpus`.
+    device = torch.device(config.rank_device(rank if ":" in config.device else 0))
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         raise UserError(f"trainer.ranks: this PyTorch ({torch.__version__}) has no {backend}")
