@@ -29,13 +29,16 @@ def evaluations(run_dir: Path) -> list[EvaluationRecord]:
     return read_records(run_dir / "evaluations.jsonl", EvaluationRecord)
 
 
-def assert_as_recorded(run_dir: Path, record: EvaluationRecord) -> None:
-    """The line is what its answers say."""
+def assert_as_recorded(run_dir: Path, record: EvaluationRecord, *sets: str) -> None:
+    """The line is what its answers say, and those to the further sets."""
     answers = read_lines(run_dir / "rollouts" / f"evaluation-{record.name}.jsonl", EvaluatedProblem)
     found = [span.version for answer in answers for span in answer.weight_versions]
-    assert len({answer.problem_id for answer in answers}) == len(answers) == record.problems
+    by_set = {of: {one.problem_id: one.reward for one in answers if one.evaluation_set == of} for of in ("", *sets)}
+    assert sum(map(len, by_set.values())) == len(answers)
+    assert [len(rewards) for rewards in by_set.values()] == [record.problems, *(4 for _ in sets)]
     assert (min(found), max(found)) == (record.version_min, record.version_max)
-    assert record.reward_mean == sum(answer.reward for answer in answers) / len(answers)
+    assert record.reward_mean == sum(by_set[""].values()) / record.problems
+    assert {f"{of}/reward": sum(by_set[of].values()) / 4 for of in sets}.items() <= record.metrics.items()
 
 
 @pytest.mark.slow
@@ -65,23 +68,6 @@ def test_they_are_recorded_and_the_same_run_file_gives_the_same_run(tmp_path: Pa
         assert sum(rewards) / step.samples == pytest.approx(step.reward_mean)
 
 
-@pytest.mark.slow
-def test_rounds_do_not_wait_for_them_and_a_resume_repeats_none(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    rounds = {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
-    run(run_dir, trainer__steps=6, actor__max_tokens=24, evaluation__problems=6, evaluation__every=2, **rounds)
-    first = evaluations(run_dir)
-    assert_conserved(resume(run_dir, trainer__steps=10))
-    records = evaluations(run_dir)
-    assert records[: len(first)] == first
-    assert [(one.when, one.version) for one in first] == [("before", 0), ("online", 2), ("online", 4), ("after", 6)]
-    assert [(one.when, one.version) for one in records[len(first) :]] == [("online", 8), ("after", 10)]
-    for record in records[:3]:
-        assert_as_recorded(run_dir, record)
-    for rollout in rollouts_by_id(run_dir).values():
-        assert len(set(versions(rollout))) == 1, "weights are frozen in a round, whatever is being evaluated"
-
-
 def of_sets(folder: Path, **sets: object) -> dict[str, object]:
     """Settings of a run that continues `N,N+1:`, and is evaluated on a share of these problems and on other sets."""
     for name, numbers in {"data": range(10, 34), "longer": range(34, 40), "hard": range(50, 55)}.items():
@@ -99,23 +85,22 @@ def of_sets(folder: Path, **sets: object) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_each_of_several_sets_has_a_reward_of_its_own(tmp_path: Path) -> None:
-    settings = of_sets(
-        tmp_path, hard={"held_out": f"{tmp_path}/hard.jsonl"}, longer={"held_out": f"{tmp_path}/longer.jsonl"}
-    )
+def test_rounds_do_not_wait_for_them_a_resume_repeats_none_and_each_set_has_a_reward_of_its_own(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
-    counts = run(run_dir, trainer__steps=2, actor__max_tokens=12, evaluation__every=1, **settings)
+    sets = {name: {"held_out": f"{tmp_path}/{name}.jsonl"} for name in ("hard", "longer")}
+    settings = of_sets(tmp_path, **sets) | {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
+    counts = run(run_dir, trainer__steps=6, actor__max_tokens=12, evaluation__every=2, **settings)
+    assert counts["eval_reward_after"] < counts["eval_after_metrics"]["hard/reward"] == 1.0
+    first = evaluations(run_dir)
+    assert_conserved(resume(run_dir, trainer__steps=10))
     records = evaluations(run_dir)
-    assert {record.when for record in records} >= {"before", "after"}
-    for record in records:
-        answers = read_lines(run_dir / "rollouts" / f"evaluation-{record.name}.jsonl", EvaluatedProblem)
-        by_set = {of: [one.reward for one in answers if one.evaluation_set == of] for of in ("", "hard", "longer")}
-        assert [len(rewards) for rewards in by_set.values()] == [record.problems, 4, 4]
-        assert record.reward_mean == sum(by_set[""]) / record.problems < 0.5
-        assert record.metrics == {f"{of}/reward": sum(by_set[of]) / 4 for of in ("hard", "longer")}
-        assert record.metrics["hard/reward"] == 1.0
-    assert counts["eval_after_metrics"]["hard/reward"] == 1.0
-    assert counts["eval_reward_after"] < 0.5
+    assert records[: len(first)] == first
+    assert [(one.when, one.version) for one in first] == [("before", 0), ("online", 2), ("online", 4), ("after", 6)]
+    assert [(one.when, one.version) for one in records[len(first) :]] == [("online", 8), ("after", 10)]
+    for record in (*records[:3], *records[4:]):  # the first answers after training were replaced
+        assert_as_recorded(run_dir, record, "hard", "longer")
+    for rollout in rollouts_by_id(run_dir).values():
+        assert len(set(versions(rollout))) == 1, "weights are frozen in a round, whatever is being evaluated"
 
 
 @pytest.mark.parametrize(

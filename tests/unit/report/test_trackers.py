@@ -71,7 +71,7 @@ def test_a_failing_tracker_is_tried_again_from_where_it_was(tmp_path: Path, monk
     stopping, sent = threading.Event(), run.trackers / "recorder.json"
     thread = threading.Thread(target=Follower(run, "recorder", messages.append).follow, args=(stopping,))
     thread.start()
-    while not (sent.exists() and b'"steps":0' not in sent.read_bytes()) and thread.is_alive():
+    while not (sent.exists() and b"[0,0]" not in sent.read_bytes()) and thread.is_alive():
         stopping.wait(0.001)
     stopping.set()
     thread.join()

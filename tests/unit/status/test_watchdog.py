@@ -99,33 +99,30 @@ def test_when_a_run_is_stalled(name: str) -> None:
     assert (found and found[0]) == stalled_s
 
 
-def test_a_working_stage_that_stops_reporting_is_the_suspect_while_others_go_on() -> None:
-    def hung(now: float) -> Statuses:
-        return alone("engine", "working", EngineProgress(tokens_generated=int(now)), now) | alone(
-            "trainer", "working", TrainerProgress(version=3), min(now, 50.0)
-        )
-
-    found = watch(hung)
-    assert found is not None
-    now, lines = found
-    assert now == 80
-    assert "trainer hung" in lines[0]
-    assert ["SUSPECT: it has not reported since, 30 s ago" in line for line in lines[1:]] == [False, True]
+def hung(now: float) -> Statuses:
+    """The trainer works and stops reporting; the engine goes on."""
+    trainer = alone("trainer", "working", TrainerProgress(version=3), min(now, 50.0))
+    return alone("engine", "working", EngineProgress(tokens_generated=int(now)), now) | trainer
 
 
-def test_a_waiting_stage_that_stops_reporting_is_a_suspect_once_nothing_moves() -> None:
-    """A process may be stopped while it waits, and hold up all others."""
+def stopped(now: float) -> Statuses:
+    """The engine's process was stopped while it waited, and holds up all others: a suspect once nothing moves."""
+    moving = stuck(now, trainer=TrainerProgress(version=int(min(now, 20.0))))
+    return moving | {"engine": stuck(min(now, 7.0))["engine"]}
 
-    def stopped(now: float) -> Statuses:
-        moving = stuck(now, trainer=TrainerProgress(version=int(min(now, 20.0))))
-        return moving | {"engine": stuck(min(now, 7.0))["engine"]}
 
-    found = watch(stopped)
-    assert found is not None
-    now, lines = found
-    assert now == 50
-    assert "SUSPECT: it has not reported since, 43 s ago" in lines[1]
-    assert "SUSPECT" not in "".join(lines[2:])
+@pytest.mark.parametrize(
+    ("statuses", "seen_s", "first", "suspects"),
+    [(hung, 80, "trainer hung", {"trainer": 30}), (stopped, 50, "nothing has moved", {"engine": 43})],
+)
+def test_a_stage_that_stops_reporting_is_the_suspect(
+    statuses: Callable[[float], Statuses], seen_s: int, first: str, suspects: dict[str, int]
+) -> None:
+    now, (head, *lines) = watch(statuses) or (0, [""])
+    assert (now, first in head) == (seen_s, True)
+    found = {line.split()[0]: line for line in lines if "SUSPECT" in line}
+    assert found.keys() == suspects.keys()
+    assert all(f"SUSPECT: it has not reported since, {suspects[stage]} s ago" in found[stage] for stage in suspects)
 
 
 def test_time_in_which_nobody_looked_does_not_make_a_stall() -> None:
