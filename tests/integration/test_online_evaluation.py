@@ -89,7 +89,7 @@ def test_rounds_do_not_wait_for_them_a_resume_repeats_none_and_each_set_has_a_re
     run_dir = tmp_path / "r"
     sets = {name: {"held_out": f"{tmp_path}/{name}.jsonl"} for name in ("hard", "longer")}
     settings = of_sets(tmp_path, **sets) | {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
-    counts = run(run_dir, trainer__steps=6, actor__max_tokens=12, evaluation__every=2, **settings)
+    counts = run(run_dir, trainer__steps=6, actor__max_tokens=12, evaluation__every=2, evaluation__share=0.5, **settings)
     assert counts["eval_reward_after"] < counts["eval_after_metrics"]["hard/reward"] == 1.0
     first = evaluations(run_dir)
     assert_conserved(resume(run_dir, trainer__steps=10))

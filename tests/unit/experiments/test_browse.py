@@ -40,13 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_groups_and_what_became_of_their_rollouts(folder: Path) -> None:
     run = RunRollouts(folder)
     assert [run.at(place) for place in range(len(run.indices))] == some_groups()
-    assert run.fates["g3.a0"] == {"step": 5, "lag_min": 0, "lag_max": 2, "advantage": 0.5}
-    assert run.fates["g0.a1"] == {"left_out": "stale"}
-    assert "g3.a1" not in run.fates
+    assert (run.fates["g0.a1"], "g3.a1" in run.fates) == ({"left_out": "stale"}, False)
     assert [run.find(name) for name in ("2", "g2.a0")] == [1, 1]
-    for name in ("9", "g9.a0", "x"):
-        with pytest.raises(UserError, match="is not among the 4 groups"):
-            run.find(name)
 
 
 @pytest.mark.parametrize("damage", [b'{"index": "x"}\n', b"\xff\xfe\n", b'{"index":7,"x":0}\n'])
@@ -168,7 +163,7 @@ def test_a_group_shows_its_attempts(
     assert "g0.a1  reward 0, left out by the trainer: stale, 4 tokens, stop, versions 0\nSix\n" in text
     assert "g0.a0" not in shown(capsys, folder, "--show", "0", "--find", "reward<1")
     monkeypatch.setattr("pipelinerl.experiments.browse.load_token_text", pytest.fail)  # not for an error
-    for name in ("99", "g3.a9"):
+    for name in ("99", "g9.a0", "x", "g3.a9"):
         with pytest.raises(UserError, match=r"is not among the 4 groups|has no rollout"):
             shown(capsys, folder, "--show", name)
 

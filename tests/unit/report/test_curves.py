@@ -11,7 +11,7 @@ import pytest
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.metrics.records import EngineRecord, Record, TimelineRecord
 from pipelinerl.report import curves as module
-from pipelinerl.report.curves import Columns, Seen, StepColumns, begin_s, draw_curves, smoothed
+from pipelinerl.report.curves import Columns, Seen, StepColumns, begin_s, draw_curves
 from tests.unit.record_parts import evaluation, step, write_records
 
 TIMES = {"train_s": 0.5, "wait_s": 1.5}
@@ -74,13 +74,6 @@ def test_a_page_that_follows_has_what_a_new_page_gets(monkeypatch: pytest.Monkey
     assert page["n"] == sorted(page["n"])
     assert (page["late"][0], page["late"][-1]) == (None, 2.0)
     assert columns.since(at) == (None, at)
-
-
-def test_a_moving_mean_looks_back_and_skips_what_was_not_measured() -> None:
-    nan = math.nan
-    assert smoothed([1.0, 3.0, nan, 5.0, 1.0, 5.0, 4.0])[:2] == [1.0, 2.0]
-    assert smoothed([1.0, 3.0, nan, 5.0, 1.0, 5.0, 4.0])[5:] == [3.5, 3.75]  # of 3, 5, 1, 5 and of 5, 1, 5, 4
-    assert [math.isnan(value) for value in smoothed([nan, nan, 2.0])] == [True, True, False]
 
 
 ALL = [

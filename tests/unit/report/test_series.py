@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.config.schema import ScheduleConfig
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.report.series import measure, name_of, rates_after, reached_held_out, slots_in_use
+from pipelinerl.report.series import measure, rates_after, reached_held_out, slots_in_use
 from tests.unit.record_parts import step
 from tests.unit.report.test_curves import look
 
@@ -64,8 +63,3 @@ def test_the_step_that_reaches_a_held_out_reward(hundredths: list[int], every: i
     points = [(number * every, reward / 100) for number, reward in enumerate(hundredths)]
     steps = [step(n, 5.0 + n * n, samples=n) for n in range(1, points[-1][0] + 1)]
     assert reached_held_out(points, steps, 5.0, target / 100) == slow_reached_held_out(points, steps, 5.0, target / 100)
-
-
-def test_schedules_have_the_names_that_comparisons_use() -> None:
-    assert name_of(ScheduleConfig(kind="conventional", steps_per_round=2)) == "conventional:2"
-    assert name_of(ScheduleConfig()) == "pipeline"

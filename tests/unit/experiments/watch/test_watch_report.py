@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +84,19 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
-    [(lambda path: None, "there is no such folder"), (Path.mkdir, "it has no config.yaml")],
+    ("name", "content", "message"),
+    [
+        ("config.yaml", None, "it has no config.yaml"),
+        ("summary.json", b"{", "summary.json"),
+        ("summary.json", b'{"status": "finished"}', "summary.json"),
+        ("metrics.jsonl", b"{}\n", "metrics.jsonl"),
+    ],
 )
-def test_a_folder_without_a_run(tmp_path: Path, made: Callable[[Path], object], message: str) -> None:
-    made(tmp_path / "run")
-    with pytest.raises(RunDirectoryError, match=message):
-        report_page([tmp_path / "run"])
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("summary.json", b"{"), ("summary.json", b'{"status": "finished"}'), ("metrics.jsonl", b"{}\n")]
-)
-def test_damage_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_what_is_missing_or_damaged_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     run = make_run(tmp_path / "run", status=None)
-    (run / name).write_bytes(content)
-    with pytest.raises(RunDirectoryError, match=name) as error:
+    (run / name).unlink() if content is None else (run / name).write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=message) as error:
         report_page([run])
     assert "\n" not in str(error.value)
+    with pytest.raises(RunDirectoryError, match="there is no such folder"):
+        report_page([tmp_path / "absent"])

@@ -36,8 +36,11 @@ class Watcher:
         return news
 
 
-def test_a_finished_run_is_shown_whole_and_then_nothing_is_sent_again(tmp_path: Path) -> None:
-    watcher = Watcher(make_run(tmp_path / "run"))
+def test_a_finished_run_is_shown_whole_and_then_nothing_is_sent_again_and_nothing_written(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    write_statuses(RunDirectory(root).statuses, statuses_of(status("engine", "done")))
+    before = {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*")}
+    watcher = Watcher(root)
     news = watcher.look()
     columns = news["steps"]["columns"]
     assert columns["version"] == [1, 2, 3, 4]
@@ -51,6 +54,8 @@ def test_a_finished_run_is_shown_whole_and_then_nothing_is_sent_again(tmp_path: 
     assert (news["now"]["state"], news["now"]["version"], news["now"]["target"]) == ("finished", 4, 10)
     assert news["settings"] == {"seed": 0, "trainer": {"steps": 10}}
     assert set(watcher.look()) <= {"now", "groups"}
+    watcher.look(GROUPS_EVERY_S + 1)
+    assert {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*")} == before
 
 
 def test_a_running_run_is_followed_also_over_a_resume(tmp_path: Path) -> None:
@@ -146,17 +151,3 @@ def test_the_newest_rollouts_come_in_spans_of_versions_every_few_seconds(tmp_pat
     append(root / "rollouts" / "rollouts.jsonl", *(group(n, rollout(n, 0, 1.0), rollout(n, 1, 1.0)) for n in range(3, 8)))
     groups = watcher.look(GROUPS_EVERY_S + 1)["groups"]["groups"]
     assert [one["index"] for one in groups] == [2, 7, 6]  # first the newest whose rewards differ
-
-
-def test_nothing_is_written(tmp_path: Path) -> None:
-    root = make_run(tmp_path / "run")
-    write_statuses(RunDirectory(root).statuses, statuses_of(status("engine", "done")))
-
-    def state() -> dict[str, tuple[int, int]]:
-        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*")}
-
-    before = state()
-    watcher = Watcher(root)
-    for _ in range(3):
-        watcher.look(GROUPS_EVERY_S + 1)
-    assert state() == before
