@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pipelinerl.experiments.statistics import (
-    Interval,
     intervals,
     mean_intervals,
     pass_at_k,
@@ -29,27 +28,6 @@ def test_pass_at_k_is_the_share_of_choices_that_hold_a_pass() -> None:
             for k in range(1, attempts + 1):
                 expected = share_of_choices_with_a_pass(attempts, passes, k)
                 assert pass_at_k(attempts, passes, k) == pytest.approx(expected, abs=1e-12)
-
-
-def slow_interval(values: list[float], resamples: int, seed: int, level: float) -> Interval:
-    generator = np.random.default_rng(seed)
-    means = []
-    for _ in range(resamples):
-        drawn = [values[place] for place in generator.integers(0, len(values), len(values))]
-        means.append(sum(drawn) / len(drawn))
-    return Interval(
-        sum(values) / len(values), float(np.quantile(means, (1 - level) / 2)), float(np.quantile(means, (1 + level) / 2))
-    )
-
-
-def test_intervals_are_percentiles_of_resampled_means() -> None:
-    values_UQ = np.random.default_rng(1).random((13, 3))
-    found = mean_intervals(values_UQ, resamples=200, seed=5, level=0.9)
-    for q, interval in enumerate(found):
-        expected = slow_interval(values_UQ[:, q].tolist(), 200, 5, 0.9)
-        assert (interval.mean, interval.low, interval.high) == pytest.approx((expected.mean, expected.low, expected.high))
-    assert found == mean_intervals(values_UQ, resamples=200, seed=5, level=0.9)
-    assert found != mean_intervals(values_UQ, resamples=200, seed=6, level=0.9)
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:

@@ -124,19 +124,6 @@ def test_the_live_view_draws_twice_a_second_and_leaves_the_last_state(monkeypatc
     assert len(terminal.getvalue()) == size
 
 
-@pytest.mark.parametrize("kind", ["none", "plain", "live"])
-def test_a_collapse_is_shown_once(kind: Any) -> None:
-    stream = StringIO()
-    view = make_view(kind, stream, target=100)
-    for now, notes in ((0.0, ()), (1.0, ("COLLAPSED: all 0",)), (2.0, ("COLLAPSED: all 0",)), (3.0, ())):
-        found = statuses(now)
-        trainer = found["trainer"]
-        found["trainer"] = replace(trainer, progress=replace(trainer.progress, notes=notes))
-        view.update(found, now)
-        assert stream.getvalue().count("COLLAPSED: all 0") == bool(now)
-    view.close()
-
-
 def test_plain_lines_come_every_few_steps_or_ten_seconds() -> None:
     stream = StringIO()
     view = make_view("auto", stream, target=100)
@@ -197,7 +184,7 @@ HOSTILE = "\x1b]0;title\x07 \x1b[2J [red]markup[/red]\u202e\x9b31m"
 
 
 @pytest.mark.parametrize("kind", ["live", "plain", "none"])
-def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
+def test_a_message_is_shown_once_and_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
     assert printable("\x1b[2J\a\r\x9b\u202e\ud800 fine\n") == "␛[2J␇␍<U+009B><U+202E><U+D800> fine\n"
     stream = Terminal()
     view = make_view(kind, stream, target=50)
@@ -205,6 +192,11 @@ def test_text_of_data_and_models_never_controls_the_terminal(kind: Any) -> None:
     before = stream.getvalue()
     view.say(f"a message\twith {HOSTILE}")
     shown = stream.getvalue().removeprefix(before)
+    for now, notes in ((0.0, ()), (1.0, ("COLLAPSED: all 0",)), (2.0, ("COLLAPSED: all 0",)), (3.0, ())):
+        found = statuses(now)
+        trainer = found["trainer"]
+        view.update(found | {"trainer": replace(trainer, progress=replace(trainer.progress, notes=notes))}, now)
+        assert stream.getvalue().count("COLLAPSED: all 0") == bool(now)
     found = statuses(now=1000.0)
     view.update({**found, "actor": replace(found["actor"], detail=HOSTILE)}, now=1000.0)
     view.close()
