@@ -27,13 +27,14 @@ from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.start import VllmSettings, members
 from pipelinerl.serving.wire import WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, versions_from_spans
+from pipelinerl.types import Completion, versions_from_spans
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver
 from tests.chaos.invariants import check
 from tests.integration.runs import alive, assert_gone_on, process_ids, wait
 from tests.integration.test_remote import contract_of
 from tests.integration.test_restart import GOAL, going, kill
+from tests.unit.fake_engine_servers import request
 from tests.unit.serving.vllm.test_vllm_start import until
 from tests.unit.weights.relay import Relay
 
@@ -79,11 +80,6 @@ def version_at(server: VllmProcess) -> int:
     return at(server, lambda client: client.info()).version
 
 
-def request(name: str, *, max_tokens: int = 24, stops: tuple[int, ...] = (), stream: bool = False) -> GenerationRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
-    return GenerationRequest(id=name, prompt_ids=(3, 4, 5), sampling=sampling, stream=stream)
-
-
 def logprob_error(model: Any, done: Completion) -> float:
     """Against a plain forward over the whole sequence."""
     expected = mixed_logprobs({0: model}, request("any"), done, [0] * len(done.token_ids))
@@ -107,7 +103,7 @@ def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) ->
 
     async def after(client: VllmServer) -> Completion:
         assert (await client.update_weights(update)).checksum == update.checksum
-        return await client.generate(request("tied"))
+        return await client.generate(request("tied", 24))
 
     assert logprob_error(newest, at(vllm, after)) < TOLERANCE
 
@@ -129,7 +125,7 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess)
                 for version, model in models.items():
                     digest = sender.send(version, named_weights(model))
                     assert until(lambda version=version: coordinator.offered() == version)
-                    wanted = [request(f"v{version}-{i}", max_tokens=200) for i in range(4)]
+                    wanted = [request(f"v{version}-{i}", tokens=200) for i in range(4)]
                     asked += [asyncio.create_task(engine.generate(one)) for one in wanted]
                     await asyncio.sleep(0)
                     update = coordinator.poll()
@@ -138,7 +134,7 @@ def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess)
                     assert (receipt.error, receipt.version, receipt.checksum) == (None, version, digest)
                     coordinator.acknowledge(receipt)
                     assert until(lambda: not sender.unanswered())
-                    new = await engine.generate(request(f"new-{version}"))
+                    new = await engine.generate(request(f"new-{version}", 24))
                     assert {span.version for span in new.weight_versions} == {version}
                     assert logprob_error(model, new) < TOLERANCE
                 return await asyncio.gather(*asked)
@@ -158,7 +154,7 @@ def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: 
         first, second = (VllmServer(vllm.url, run="cafe", epoch=epoch) for epoch in (1, 2))
         try:
             await first.update_weights(save(models[0], 90, tmp_path))
-            running = asyncio.ensure_future(first.generate(request("given-up", max_tokens=LONGEST)))
+            running = asyncio.ensure_future(first.generate(request("given-up", tokens=LONGEST)))
             await asyncio.sleep(0.3)
             await second.update_weights(save(models[1], 2, tmp_path))
             with pytest.raises(ServerBusyError, match="aborted request"):
@@ -167,7 +163,7 @@ def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: 
                 await first.update_weights(save(models[0], 91, tmp_path))
             with pytest.raises(ServerError, match="of weights of another session"):
                 await first.generate(request("late"))
-            return await second.generate(request("new"))
+            return await second.generate(request("new", 24))
         finally:
             await asyncio.gather(first.close(), second.close())
 
@@ -194,11 +190,11 @@ def test_a_run_goes_on_after_the_death_of_its_server(tmp_path: Path) -> None:
 def test_a_killed_server_is_noticed_and_leaves_nothing_behind(vllm: VllmProcess) -> None:
     """The last test of the server. Its processes: vLLM's API server, which leads the group, and its engine."""
     group = int(Path(f"/proc/{vllm.pid}/task/{vllm.pid}/children").read_text().split()[0])
-    assert "api_server" in command_of(group)
+    assert "api_server" in Path(f"/proc/{group}/cmdline").read_text()
 
     async def kill(client: VllmServer) -> list[BaseException | Completion]:
         await client.info()
-        running = [asyncio.ensure_future(client.generate(request(f"k{i}", max_tokens=LONGEST))) for i in range(SLOTS)]
+        running = [asyncio.ensure_future(client.generate(request(f"k{i}", tokens=LONGEST))) for i in range(SLOTS)]
         await asyncio.sleep(0.3)
         os.kill(group, signal.SIGKILL)
         return await asyncio.gather(*running, return_exceptions=True)
@@ -219,10 +215,6 @@ def shared_memory(pid: int) -> set[Path]:
     """What the process maps of Python's shared memory."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {path for line in lines if "/psm_" in line and (path := Path(line.split()[-1])).exists()}
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def test_a_server_that_can_not_start_says_why(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.serving.client.adapter import Bounds, ServerUnreachableError, TokenListener
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, UpdateReceipt, VersionSpan
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, UpdateReceipt, VersionSpan
 
 VOCABULARY = 50
 
@@ -20,6 +20,11 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def request(name: str, tokens: int = 5, *, stream: bool = False, **sampling: Any) -> GenerationRequest:
+    params = SamplingParams(max_tokens=tokens, **sampling)
+    return GenerationRequest(id=name, prompt_ids=(3, 4, 5), sampling=params, stream=stream)
 
 
 def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0) -> Completion:

@@ -20,8 +20,8 @@ from pipelinerl.errors import PipelineRLError, PromptTooLongError, RequestError,
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.http import PipelineServer, RefusalError
 from pipelinerl.serving.wire import CompletionLine, ErrorBody, ErrorDetail, TokenLine, WeightUpdateRequest
-from pipelinerl.types import GenerationRequest, SamplingParams, TokenEvent
-from tests.unit.fake_engine_servers import FakeServer, completion_of
+from pipelinerl.types import TokenEvent
+from tests.unit.fake_engine_servers import FakeServer, completion_of, request
 
 Handler = Callable[[asyncio.StreamWriter, str, bytes], Awaitable[None]]
 
@@ -59,21 +59,17 @@ def error_body(code: str, message: str = "because") -> bytes:
     return msgspec.json.encode(ErrorBody(error=ErrorDetail(message=message, type="x", code=code)))
 
 
-def request_of(*, stream: bool = False) -> GenerationRequest:
-    return GenerationRequest(id="r", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=3), stream=stream)
-
-
 async def outcome(handler: Handler, *, stream: bool = False) -> Any:
     """What `generate` returns or raises, and the tokens that it reported."""
     tokens: list[TokenEvent] = []
     async with server_of(handler) as client, asyncio.timeout(5):
         try:
-            return await client.generate(request_of(stream=stream), tokens.append), tokens
+            return await client.generate(request("r", 3, stream=stream), tokens.append), tokens
         except PipelineRLError as error:
             return error, tokens
 
 
-COMPLETION = completion_of(request_of())
+COMPLETION = completion_of(request("r", 3))
 EVENTS = [
     TokenEvent("r", index, token_id, logprob, 0)
     for index, (token_id, logprob) in enumerate(zip(COMPLETION.token_ids, COMPLETION.logprobs, strict=True))

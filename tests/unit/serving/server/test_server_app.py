@@ -18,8 +18,7 @@ from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.http import MAX_BODY_BYTES, listen
 from pipelinerl.serving.wire import ErrorBody, ServerInfo
-from pipelinerl.types import GenerationRequest, SamplingParams
-from tests.unit.fake_engine_servers import wait_until
+from tests.unit.fake_engine_servers import request, wait_until
 from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, running
 
 TOKENIZER = byte_tokenizer()
@@ -29,12 +28,6 @@ CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "m
 
 def messages_of(client: Any, key: str = "any") -> Any:
     return anthropic.AsyncAnthropic(base_url="http://localhost", api_key=key, http_client=client, max_retries=0).messages
-
-
-def native(name: str, tokens: int = 10, *, stream: bool = False, **sampling: Any) -> GenerationRequest:
-    prompt = tuple(TOKENIZER.encode("hello"))
-    params = SamplingParams(max_tokens=tokens, **sampling)
-    return GenerationRequest(id=name, prompt_ids=prompt, sampling=params, stream=stream)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)])
@@ -238,7 +231,7 @@ async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
 
 async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
     async with running(tmp_path) as (service, client):
-        await client.json("/generate", native("a"))
+        await client.json("/generate", request("a"))
         info = msgspec.json.decode((await client.get("/info")).content, type=ServerInfo)
         assert (info.name, info.slots, info.max_length, info.vocabulary) == ("bytes", 4, MAX_LENGTH, 259)
         assert (info.version, info.checksum) == service.engine.holding
@@ -252,9 +245,9 @@ async def test_who_it_is_and_how_it_is(tmp_path: Path) -> None:
 
 async def test_overload_is_a_429_with_a_hint(tmp_path: Path) -> None:
     async with running(tmp_path, max_queue=2) as (service, client):
-        waiting = [asyncio.create_task(client.json("/generate", native(f"r{i}", 90))) for i in range(6)]
+        waiting = [asyncio.create_task(client.json("/generate", request(f"r{i}", 90))) for i in range(6)]
         await wait_until(lambda: service.engine.open_requests == 6)
-        for path, body in (("/v1/completions", PLAIN), ("/generate", native("more"))):
+        for path, body in (("/v1/completions", PLAIN), ("/generate", request("more"))):
             error = await client.refusal(path, body, 429)
             assert (error.code, "4 requests are in progress and 2 wait" in error.message) == ("overloaded", True)
         assert (await client.post("/v1/completions", json=PLAIN)).headers["retry-after"] == "1"
@@ -297,7 +290,7 @@ async def test_a_stream_that_breaks_off_says_why(tmp_path: Path) -> None:
     async with running(tmp_path) as (service, client):
         body = PLAIN | {"stream": True, "max_tokens": 90, "ignore_eos": True}
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
-        lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(native("a", 90, stream=True))))
+        lines = asyncio.create_task(client.post("/generate", content=msgspec.json.encode(request("a", 90, stream=True))))
         await wait_until(lambda: service.engine.progress.in_progress == 2)
         service.engine.cancel_all()
         *events_, last = [line for line in (await asking).text.split("\n\n") if line]

@@ -17,17 +17,12 @@ from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.served import ServedEngine
-from pipelinerl.types import GenerationRequest, SamplingParams
 from tests.parity.models import make_model
-from tests.unit.fake_engine_servers import wait_until
+from tests.unit.fake_engine_servers import request, wait_until
 from tests.unit.scripted_engine import ScriptedEngine
 
 ENDLESS = 10**8
 TOO_LONG = 2 * ENDLESS
-
-
-def request(name: str, tokens: int = 5, *, stream: bool = False, prompt: tuple[int, ...] = (3, 4, 5)) -> GenerationRequest:
-    return GenerationRequest(id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=tokens), stream=stream)
 
 
 def scripted(slots: int = 4) -> ScriptedEngine:

@@ -20,9 +20,9 @@ from pipelinerl.serving.server.http import RefusedError, error_body
 from pipelinerl.serving.server.served import ServedRequest
 from pipelinerl.serving.server.service import Service
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
-from pipelinerl.types import GenerationRequest, SamplingParams, UpdateReceipt
+from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
-from tests.unit.fake_engine_servers import wait_until
+from tests.unit.fake_engine_servers import request, wait_until
 from tests.unit.server_parts import byte_model, running
 from tests.unit.weights.relay import Relay
 
@@ -89,8 +89,7 @@ class Updates:
         assert self.service.engine.holding == before
 
     def asked(self, name: str, tokens: int) -> ServedRequest:
-        sampling = SamplingParams(max_tokens=tokens, seed=1)
-        return self.service.engine.submit(GenerationRequest(id=name, prompt_ids=(5, 6, 7), sampling=sampling))
+        return self.service.engine.submit(request(name, tokens, seed=1))
 
 
 @asynccontextmanager

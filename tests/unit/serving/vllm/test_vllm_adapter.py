@@ -16,8 +16,8 @@ from pipelinerl.serving.vllm import adapter
 from pipelinerl.serving.vllm.adapter import ModelFacts, VllmServer
 from pipelinerl.serving.vllm.messages import Choice, Choices, InvalidAnswerError, Label, generate_body
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, VersionSpan
-from tests.unit.fake_engine_servers import wait_until
+from pipelinerl.types import Completion, TokenEvent, VersionSpan
+from tests.unit.fake_engine_servers import request, wait_until
 
 FACTS = ModelFacts(16, (1,))
 UPDATE = WeightUpdateRequest(version=1, checksum="c0ffee", path="/weights/v1.safetensors")
@@ -97,10 +97,6 @@ class FakeVllm:
             failure = failure.pop(0) if failure else None
         if failure is not None:
             raise failure
-
-
-def request(name: str, *, stream: bool = False) -> GenerationRequest:
-    return GenerationRequest(id=name, prompt_ids=(3,), sampling=SamplingParams(max_tokens=5), stream=stream)
 
 
 @pytest.fixture
@@ -211,13 +207,14 @@ async def test_everything_that_an_answer_says_is_in_the_completion(vllm: FakeVll
     spans = [{"version": "7", "start": 0, "end": 3}, {"version": "12", "start": 3, "end": 5}]
     content = [{"token_id": token, "logprob": -0.5 * token, "rank": 1} for token in range(5)]
     vllm.changes = {"token_ids": list(range(5)), "logprobs": {"content": content}, "weight_versions": spans}
-    sampling = SamplingParams(max_tokens=5, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(9,))
-    done = await server.generate(GenerationRequest(id="a", prompt_ids=(3, 4), sampling=sampling))
+    asked = request("a", temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(9,))
+    done = await server.generate(asked)
     assert (done.token_ids, done.logprobs) == (tuple(range(5)), (0.0, -0.5, -1.0, -1.5, -2.0))
     assert done.weight_versions == (VersionSpan(7, 0, 3), VersionSpan(12, 3, 5))
     (sent,) = vllm.sent["/inference/v1/generate"]
-    assert sent["token_ids"] == (3, 4)
-    assert sent["sampling_params"].items() >= {(k, v) for k, v in msgspec.structs.asdict(sampling).items() if k != "seed"}
+    assert sent["token_ids"] == asked.prompt_ids
+    sampling = msgspec.structs.asdict(asked.sampling)
+    assert sent["sampling_params"].items() >= {(name, sampling[name]) for name in sampling if name != "seed"}
 
 
 async def test_an_update_is_taken_once(vllm: FakeVllm, server: VllmServer) -> None:
@@ -361,8 +358,7 @@ def test_only_numbers_and_those_of_sessions_are_versions(label: str) -> None:
 
 
 def test_what_vllm_would_quietly_change_is_refused() -> None:
-    with pytest.raises(PromptTooLongError, match=r"1 prompt tokens \+ 5 new tokens > 5"):
-        generate_body(request("a"), 5)
-    sampling = SamplingParams(max_tokens=4, temperature=0.001)
+    with pytest.raises(PromptTooLongError, match=r"3 prompt tokens \+ 5 new tokens > 7"):
+        generate_body(request("a"), 7)
     with pytest.raises(RequestError, match="temperature"):
-        generate_body(msgspec.structs.replace(request("a"), sampling=sampling), 64)
+        generate_body(request("a", temperature=0.001), 64)
