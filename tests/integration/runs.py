@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -65,27 +66,17 @@ def resume(run_dir: Path, **settings: Any) -> dict[str, Any]:
     return train(load_config(run_dir / "config.yaml", changed), resume=run_dir)
 
 
-class InThisProcess:
+@contextmanager
+def tried_here(command: list[str], log: Path) -> Iterator[SimpleNamespace]:
     """In place of the trial's process, which imports libraries for longer than all else takes."""
-
-    running = False
-
-    def __init__(self, command: list[str], **_: Any) -> None:
-        assert command[1:3] == ["-m", "pipelinerl.launch.tryout"]
-        tryout.main(command[3:])
-
-    def __enter__(self) -> InThisProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_until(self, condition: Callable[[], bool], _: float) -> None:
-        assert condition()
+    assert command[1:3] == ["-m", "pipelinerl.launch.tryout"]
+    tryout.main(command[3:])
+    yield SimpleNamespace(running=False, wait_until=lambda condition, _: condition())
 
 
 def try_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start no process for the trial of user code before a run."""
-    monkeypatch.setattr(checks, "ChildProcess", InThisProcess)
+    monkeypatch.setattr(checks, "ChildProcess", tried_here)
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -65,10 +65,7 @@ SCENARIOS = {
     "default": Scenario(),
     "untied": Scenario(untied=True),
     "no_resharding": Scenario({"reshard_after_forward": False}, untied=True),
-    "ppo": Scenario({"loss": "ppo"}),
     "gspo": Scenario({"loss": "gspo"}),
-    "cispo": Scenario({"loss": "cispo"}),
-    "decoupled": Scenario({"loss": "decoupled"}),
     "kl": Scenario(KL),
     "kl_lora": Scenario(KL | {"loss": "gspo"}, model=LORA),
     "kl_bfloat16": Scenario(
@@ -83,7 +80,6 @@ SCENARIOS = {
     "sequences": Scenario({"loss_normalization": "sequences", "ess_lr": "sqrt", "weight_decay": 0.1}),
     "checkpointing": Scenario({"gradient_checkpointing": True}, untied=True),
     "lora": Scenario(model=LORA),
-    "lora_untied": Scenario({"gradient_checkpointing": True}, model=LORA, untied=True),
     "bfloat16": Scenario(APART, model={"dtype": "bfloat16", "head_dtype": "float32"}, samples=7),
     "lora_bfloat16": Scenario(APART, model=LORA | {"dtype": "bfloat16"}, samples=7),
     "in_chunks": Scenario({"head_chunk": 7, "loss": "ppo", "micro_batch_tokens": 60}, untied=True),
@@ -260,19 +256,6 @@ def checkpoint_of(root: Path, who: str, name: str) -> Path:
     return root / who / name / "checkpoints" / f"step_{SAVED_AT:08d}"
 
 
-USUAL = [
-    *RESUMED,
-    *("gspo", "token_mask", "sequence_geo_mask", "sequences", "kl_lora", "kl_bfloat16", "checkpointing"),
-    *("in_chunks", "in_chunks_kl_untied", "in_chunks_lora", "some_in_chunks", "one_sample", "no_gradient", "refused"),
-]
-"""What two ranks compute: each kind of loss, of model and of head, and a batch for one of them."""
-
-
-def scenarios_of(ranks: int) -> list[str]:
-    """Three ranks compute all of them, if all tests run."""
-    return USUAL if ranks == 2 else list(SCENARIOS)
-
-
 def _train_alone(root: Path, who: str, names: Sequence[str], saver: str = "") -> None:
     for name in names:
         with limit_of(SCENARIOS[name]):
@@ -283,8 +266,8 @@ def _as_rank(root: Path, rank: int, size: int, listener: socket.socket) -> None:
     """All scenarios as one rank of `size`, then on from the checkpoints of one process."""
     meeting = listener if rank == 0 else listener.getsockname()[:2]
     with ranks.join(TrainerConfig(ranks=size), rank, meeting, KEY, start_s=120.0, stall_s=60.0) as team:
-        for name in scenarios_of(size):
-            with limit_of(SCENARIOS[name]):
+        for name, scenario in SCENARIOS.items():
+            with limit_of(scenario):
                 train_as_rank(root, name, root / f"by{size}" / name, team)
         for name in RESUMED:
             checkpoint = checkpoint_of(root, "alone", name)
@@ -313,7 +296,7 @@ def _fork(*jobs: Callable[[], None]) -> None:
 
 def main(root: Path, *, exhaustive: bool) -> None:
     sizes = (3, 2) if exhaustive else (2,)
-    names = scenarios_of(max(sizes))
+    names = list(SCENARIOS)
     _fork(partial(write_models, root))
     _fork(*(partial(_train_alone, root, "alone", names[start::2]) for start in range(2)))
     for size in sizes:

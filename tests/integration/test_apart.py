@@ -20,8 +20,6 @@ from tests.integration.runs import (
 from tests.redis_server import redis_for_tests
 
 pytestmark = pytest.mark.slow
-PREPROCESSOR = {"launch__preprocessor": "process"}
-SERVERS = {"engine__kind": "http", "engine__servers": 2, "engine__slots": 8}
 DELTAS = {"weights__kind": "collective", "weights__encoding": "delta", "trainer__learning_rate": 1e-6}
 WEIGHTS: dict[str, dict[str, Any]] = {"files": DELTAS | {"engine__servers": 2, "engine__slots": 8}, "redis": {}}
 
@@ -34,7 +32,7 @@ def test_everything_apart_and_on_from_its_checkpoint(stream: str, tmp_path: Path
 
 
 def goes_on(run_dir: Path, stream: str, url: str | None) -> None:
-    settings = PREPROCESSOR | {"engine__kind": "http", "stream__kind": stream} | WEIGHTS[stream]
+    settings = {"launch__preprocessor": "process", "engine__kind": "http", "stream__kind": stream} | WEIGHTS[stream]
     settings |= {"stream__url": url} if url else {}
     settings |= {"trainer__kl_coefficient": 0.01, "preprocess__zero_advantage": "keep", "preprocess__overlong": "drop"}
     settings |= {"trainer__steps": 6, "actor__max_tokens": 60, "evaluation__problems": 4, "schedule__max_lag": 4}
@@ -52,13 +50,6 @@ def goes_on(run_dir: Path, stream: str, url: str | None) -> None:
         assert_gone_on(run_dir, 8)
     else:
         assert {step.update.encoding for step in steps(run_dir) if step.update is not None} == {"full", "delta"}
-
-
-@pytest.mark.exhaustive
-def test_rounds_are_exact_with_servers_and_a_preprocessor(tmp_path: Path) -> None:
-    settings = {"schedule__kind": "conventional", "schedule__steps_per_round": 2, "trainer__steps": 4}
-    counts = run_processes(tmp_path / "r", **PREPROCESSOR, **SERVERS, **settings)
-    assert counts["rollouts_started"] == counts["rollouts_trained"] == 4 * 16
 
 
 def test_servers_that_do_not_start_are_one_clear_error(tmp_path: Path) -> None:

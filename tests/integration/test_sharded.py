@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipelinerl.checkpoint import load_checkpoint
 from pipelinerl.models.state import checksum
-from tests.integration.sharded_parts import RESUMED, SAVED_AT, SCENARIOS, STEPS, Outcome, checkpoint_of, scenarios_of
+from tests.integration.sharded_parts import RESUMED, SAVED_AT, SCENARIOS, STEPS, Outcome, checkpoint_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -101,7 +101,7 @@ def sized(ranks: int, *values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive if ranks == 3 else [])
 
 
-CASES = [sized(ranks, f"by{ranks}", name) for ranks in (2, 3) for name in scenarios_of(ranks)]
+CASES = [sized(ranks, f"by{ranks}", name) for ranks in (2, 3) for name in SCENARIOS]
 
 
 @pytest.mark.parametrize(("who", "name"), CASES)
@@ -109,11 +109,10 @@ def test_ranks_equal_one_process(results: Results, who: str, name: str) -> None:
     require_equal(results, who, name)
 
 
-def test_the_scenarios_differ(results: Results, pytestconfig: pytest.Config) -> None:
+def test_the_scenarios_differ(results: Results) -> None:
     """Otherwise a setting that has no effect would be compared with itself."""
     same = {"no_resharding", "checkpointing", "refused"}  # these change how, not what, or nothing
-    names = set(scenarios_of(3 if pytestconfig.getoption("--exhaustive") else 2)) - same
-    found = [results.outcome("alone", name).checksum for name in names]
+    found = [results.outcome("alone", name).checksum for name in SCENARIOS.keys() - same]
     assert len(set(found)) == len(found)
 
 
