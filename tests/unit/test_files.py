@@ -30,16 +30,6 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["state"]
 
 
-def test_json_lines_come_back_and_continue(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    points = [Point(i, "äöü\n" * i) for i in range(5)]
-    for point in points:
-        with JsonLines(path) as lines:
-            lines.write(point)
-    assert read_lines(path, Point) == points
-    assert len(path.read_text().splitlines()) == 5
-
-
 @pytest.mark.parametrize("torn", [b'{"x":', b'{"x":3}', b"{" * 200_000])
 def test_a_torn_last_line_is_not_read_and_cut_off_on_opening(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -86,21 +86,12 @@ Ends = tuple[Sender, Receiver]
 
 
 @pytest.fixture(params=["memory", "shared"])
-def make_ends(request: pytest.FixtureRequest, file: Shared) -> Callable[[], Ends]:
+def ends(request: pytest.FixtureRequest, file: Shared) -> Ends:
     if request.param == "shared":
-        return lambda: (file.sender(timeout_s=0.05), file.receiver())
-
-    def memory_ends() -> Ends:
-        messages = DirectMessages()
-        sender = MemoryWeightSender(messages)
-        return sender, Receiver(messages, sender.tensors)
-
-    return memory_ends
-
-
-@pytest.fixture
-def ends(make_ends: Callable[[], Ends]) -> Ends:
-    return make_ends()
+        return file.sender(timeout_s=0.05), file.receiver()
+    messages = DirectMessages()
+    sender = MemoryWeightSender(messages)
+    return sender, Receiver(messages, sender.tensors)
 
 
 def test_updates_arrive_exactly_and_once(ends: Ends) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from pipelinerl.channel import listen
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError
 from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.ranks import join
+from pipelinerl.trainer.sharding.ranks import Team, join
 
 KEY, LONG_S = "key", 60.0
 
@@ -47,18 +48,14 @@ def test_a_rank_0_that_is_gone_is_reported() -> None:
         ranks._meet(TrainerConfig(ranks=2), 1, address, KEY, 1.0)
 
 
-@pytest.fixture
-def alone() -> tuple[TrainerConfig, int, socket.socket, str]:
-    return TrainerConfig(ranks=1), 0, listen(), KEY
+def alone() -> AbstractContextManager[Team]:
+    return join(TrainerConfig(ranks=1), 0, listen(), KEY, start_s=LONG_S, stall_s=LONG_S)
 
 
-Alone = tuple[TrainerConfig, int, socket.socket, str]
-
-
-def test_the_group_listens_at_the_address_of_rank_0_only(alone: Alone) -> None:
+def test_the_group_listens_at_the_address_of_rank_0_only() -> None:
     """Gloo itself has no key: on the loopback address it is out of reach of other machines."""
     before = listening()
-    with join(*alone, start_s=LONG_S, stall_s=LONG_S) as team:
+    with alone() as team:
         assert (team.rank, team.size) == (0, 1)
         found = listening() - before
     assert {address.partition(":")[0] for address in found} == {"0100007F"}
@@ -72,18 +69,21 @@ def listening() -> set[str]:
     return {fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
 
 
-def test_the_error_of_an_operation_that_a_rank_has_left_is_one_line(alone: Alone) -> None:
-    left = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7. This is\nC++"
-    with (
-        pytest.raises(RankLostError, match=r"exchange tensors any more: Connection closed by peer \[127\.0\.0\.1\]:7$"),
-        join(*alone, start_s=LONG_S, stall_s=LONG_S),
-    ):
-        raise_after_leaving(left)
+LEFT = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7. This is\nC++"
 
 
-def test_another_error_stays_as_it_is(alone: Alone) -> None:
-    with pytest.raises(RuntimeError, match="out of memory"), join(*alone, start_s=LONG_S, stall_s=LONG_S):
-        raise_after_leaving("out of memory")
+@pytest.mark.parametrize(
+    ("message", "error", "expected"),
+    [
+        (LEFT, RankLostError, r"exchange tensors any more: Connection closed by peer \[127\.0\.0\.1\]:7$"),
+        ("out of memory", RuntimeError, "^out of memory$"),
+    ],
+)
+def test_the_error_of_an_operation_that_a_rank_has_left_is_one_line_and_others_stay(
+    message: str, error: type[Exception], expected: str
+) -> None:
+    with pytest.raises(error, match=expected), alone():
+        raise_after_leaving(message)
 
 
 def raise_after_leaving(message: str) -> None:
