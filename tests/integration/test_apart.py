@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import (
-    assert_finished,
-    assert_gone_on,
-    assert_provenance,
-    command,
-    flags,
-    run_processes,
-    steps,
-)
+from tests.integration.runs import assert_finished, assert_gone_on, assert_provenance, command, flags, run_processes, steps
 from tests.redis_server import redis_for_tests
 
 pytestmark = pytest.mark.slow

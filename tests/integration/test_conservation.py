@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import (
-    assert_whole,
-    groups,
-    resume,
-    run,
-    steps,
-    trained,
-    write_environment,
-)
+from tests.integration.runs import assert_whole, groups, resume, run, steps, trained, write_environment
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipelinerl import checkpoint
 from pipelinerl.checkpoint import (
@@ -25,17 +25,14 @@ from pipelinerl.checkpoint import (
     load_checkpoint,
     remove_unfinished,
 )
-from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError
 from pipelinerl.trainer import Learner
 from pipelinerl.trainer.saving import restore_rng, rng_state, write_checkpoint
-from pipelinerl.types import GroupLedger, Segment, TrainingSample
+from pipelinerl.types import GroupLedger
 from tests.limits import small_files
 from tests.parity.models import tiny_llama
-
-
-def make_model(hidden_size: int = 16) -> PreTrainedModel:
-    return tiny_llama(hidden_size=hidden_size, tie_word_embeddings=True)
+from tests.unit.trainer.test_trainer_step import learner as learner_of
+from tests.unit.trainer.test_trainer_step import make_samples
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -43,26 +40,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="b")
 
 
-def make_learner(model: PreTrainedModel) -> Learner:
-    return Learner(model, TrainerConfig(learning_rate=1e-2), temperature=1.0)
+SIZES: dict[str, Any] = {"vocab_size": 23, "tie_word_embeddings": True}
+SAMPLES = make_samples(tiny_llama(**SIZES), 4, version=0)
 
 
-SAMPLES = [
-    TrainingSample(
-        id=str(i),
-        group_index=0,
-        segments=(Segment(token_ids=tuple((i * 3 + j) % 20 for j in range(6 + i)), sampled=((2, 6 + i),)),),
-        behaviour_logprobs=(-3.0,) * (4 + i),
-        versions=(0,) * (4 + i),
-        advantage=0.5 - i,
-        reward=0.0,
-    )
-    for i in range(3)
-]
+def make_learner(hidden_size: int = 16) -> Learner:
+    return learner_of(tiny_llama(hidden_size=hidden_size, **SIZES))
 
 
 def save(directory: Path, version: int, learner: Learner | None = None, *, trained: int = 12, keep: int = 2) -> Path:
-    learner = learner or make_learner(make_model())
+    learner = learner or make_learner()
     state = CheckpointState(
         version=version,
         rng=rng_state(),
@@ -93,7 +80,7 @@ def test_records_are_durable_before_the_checkpoint_that_follows_them(
 
 
 def test_transformers_loads_the_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    learner = make_learner(make_model())
+    learner = make_learner()
     learner.step(SAMPLES, version=0)
     path = save(tmp_path, 1, learner)
     assert capfd.readouterr() == ("", ""), "saving is silent"
@@ -107,7 +94,7 @@ def test_transformers_loads_the_folder(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_resumed_step_is_bitwise_the_step_that_would_have_followed(tmp_path: Path) -> None:
-    learner = make_learner(make_model())
+    learner = make_learner()
     for version in range(3):
         learner.step(SAMPLES, version=version)
     path = save(tmp_path, 3, learner)
@@ -115,7 +102,7 @@ def test_a_resumed_step_is_bitwise_the_step_that_would_have_followed(tmp_path: P
     learner.step(SAMPLES, version=3)
 
     restored = load_checkpoint(path)
-    resumed = make_learner(AutoModelForCausalLM.from_pretrained(restored.path).eval())
+    resumed = learner_of(AutoModelForCausalLM.from_pretrained(restored.path).eval())
     resumed.optimizer.load_state(restored.optimizer_state())
     restore_rng(restored.state.rng)
     assert torch.equal(torch.rand(3), expected_draw)
@@ -177,7 +164,7 @@ def test_a_checkpoint_is_replaced_and_a_kill_between_the_renames_loses_nothing(t
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    learner = make_learner(make_model())
+    learner = make_learner()
     learner.step(SAMPLES, version=0)
     file = save(tmp_path, 1, learner) / name
     data = bytearray(file.read_bytes())
@@ -202,7 +189,7 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("limit", "written"), [(600, set()), (60_000, {"config.json"}), (150_000, {"config.json", "model.safetensors"})]
 )
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path, limit: int, written: set[str]) -> None:
-    learner = make_learner(make_model(hidden_size=64))
+    learner = make_learner(hidden_size=64)
     learner.step(SAMPLES, version=0)
     first = save(tmp_path, 1, learner)
     sizes = {name: (first / name).stat().st_size for name in ("config.json", "model.safetensors", "optimizer.safetensors")}

@@ -14,7 +14,6 @@ from pipelinerl.hub.admission import AdmissionState
 from pipelinerl.hub.client import HubClient
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.stream import FileStream, GroupStream
-from pipelinerl.interfaces import Verdict
 from pipelinerl.schedule import PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.types import (
@@ -113,6 +112,4 @@ class Asking(Worker):
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected)
         self.granted = list[int]()
-        self.denials = list[Verdict]()
         self.handle(wire.Grant, lambda message: self.granted.append(message.index))
-        self.handle(wire.Denied, lambda message: self.denials.append(message.verdict))
