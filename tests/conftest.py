@@ -56,7 +56,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked as exhaustive")
-    parser.addoption("--newest", action="store_true", help="also run the tests that download the newest packages")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,8 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(f"{mark.removeprefix('needs_')} is not installed here"))
-    unwanted = [mark for mark in ("exhaustive", "newest") if not config.getoption(f"--{mark}")]
-    left_out = [item for item in items if any(map(item.get_closest_marker, unwanted))]
+    if config.getoption("--exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

@@ -49,8 +49,6 @@ FREE = ("PYTHONUNBUFFERED", "GLIBC_TUNABLES", "MKL_NUM_THREADS", "OPENBLAS_NUM_T
 """Variables that may differ from the server's, besides those that nothing reads when it is imported."""
 READ_AT_IMPORT = ("PYTHON", "LD_", "GLIBC", "OMP_", "MKL_", "OPENBLAS_", "CUDA", "TRANSFORMERS_", "HF_", "XDG_", "HOME")
 ROOT = Path(__file__).parents[1]
-REAL = "TESTS_REAL_PROCESSES"
-"""With this variable a process and all that it starts are no forks."""
 PREPARE = "TESTS_PREPARE"
 """The name of a file in this variable: a fork runs it before its program, as an interpreter does a `sitecustomize.py`."""
 FIRST_FD = 512
@@ -105,8 +103,7 @@ class Forked(subprocess.Popen[Any]):
             (words[1:2] == ["-m"] and words[2].startswith(("pipelinerl", "tests.integration.")))
             or (words[1:2] == ["-c"] and words[2].endswith("from pipelinerl.cli import main\nsys.exit(main())"))
         )
-        real = REAL in environment
-        alike = not real and all(name in FREE or not name.startswith(READ_AT_IMPORT) for name, _ in unlike)
+        alike = all(name in FREE or not name.startswith(READ_AT_IMPORT) for name, _ in unlike)
         return words[1:] if plain and ours and alike else None
 
     def _status(self, *, wait: bool) -> int | None:

@@ -136,19 +136,6 @@ def test_what_is_wrong_with_an_environment_is_found(folder: Path, name: str) -> 
     assert "pool.py" not in str(caught.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["missing file", "constructor raises", pytest.param("reward loops", marks=pytest.mark.exhaustive)]
-)
-def test_the_command_says_it_in_one_line(folder: Path, capsys: Capture, name: str) -> None:
-    make, said = WRONG[name]
-    assert main(["train", "--dry-run", *flags(folder / "r", **make(folder))]) == 2
-    shown = capsys.readouterr()
-    assert said in shown.err
-    assert (shown.err.count("\n"), shown.out) == (1, "")
-    assert not (folder / "r").exists()
-
-
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [
@@ -199,8 +186,6 @@ def test_a_class_is_built_before_a_run_without_an_attempt(folder: Path) -> None:
     body = "async def rollout(self, problem, client):\n    raise ValueError('not tried')"
     config = small_run(folder / "r", **klass(folder, body, evaluation__problems=1, launch__kind="processes"))
     assert len(check_before_the_start(config).lines) == 1
-    with pytest.raises(EnvironmentSetupError, match="has no class"):
-        check_before_the_start(small_run(folder / "r", environment__kind=f"{folder}/task.py:Tusk", launch__kind="processes"))
 
 
 def test_what_the_environment_does_is_shown_without_the_models_weights(folder: Path, capsys: Capture) -> None:

@@ -10,13 +10,7 @@ from safetensors.torch import load_file
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.state import named_weights
 from pipelinerl.trainer import trainer
-from tests.integration.runs import (
-    assert_conserved,
-    assert_provenance,
-    run,
-    small_run,
-    steps,
-)
+from tests.integration.runs import assert_conserved, assert_provenance, run, small_run, steps
 
 pytestmark = pytest.mark.slow
 

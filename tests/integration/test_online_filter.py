@@ -10,15 +10,7 @@ import pytest
 from pipelinerl.actor.difficulty import OnlineFilter
 from pipelinerl.config.schema import OnlineFilterConfig
 from pipelinerl.types import Group
-from tests.integration.runs import (
-    assert_gone_on,
-    assert_whole,
-    groups,
-    resume,
-    run,
-    trained,
-    write_environment,
-)
+from tests.integration.runs import assert_gone_on, assert_whole, groups, resume, run, trained, write_environment
 
 # Of eight problems, three are always solved and three never. The reward of the other two depends on the answer.
 BODY = """

@@ -43,6 +43,7 @@ from tests.integration.runs import (
     wait,
     write_environment,
 )
+from tests.integration.test_death import STARTS_A_PROCESS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.needs_ray]
 if shutil.which("openssl") is None:
@@ -273,14 +274,6 @@ def test_a_run_that_loses_something_goes_on_by_itself(victim: str, machines: Mac
     until(lambda: not any(map(alive, run.pids.values())))
     assert counts["restarts"] == {"run": 1}
     assert counts["optimizer_steps"] == 30
-
-
-STARTS_A_PROCESS = """
-def __init__(self, tokenizer, seed):
-    super().__init__(tokenizer, seed)
-    child = subprocess.Popen(["sleep", "600"])
-    open({path!r}, "w").write(str(child.pid))
-"""
 
 
 @pytest.mark.exhaustive

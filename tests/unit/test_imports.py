@@ -106,10 +106,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
     ("code", "absent"),
     [
         ("import pipelinerl.preprocess", HEAVY),
-        (
-            "from pipelinerl.metrics import summary; from pipelinerl.status import view, watchdog",
-            HEAVY | {"tensorboard"},
-        ),
+        ("from pipelinerl.metrics import summary; from pipelinerl.status import view, watchdog", HEAVY | {"tensorboard"}),
         ("import pipelinerl.report.trackers", HEAVY | {"tensorboard", "wandb", "trackio", "mlflow"}),
         ("import pipelinerl; pipelinerl.start", HEAVY | {"pandas"}),
         ("from pipelinerl.cli import main; main(['config']); main(['train', '--trainer.steps=x'])", HEAVY | {"numpy"}),

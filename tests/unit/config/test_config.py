@@ -457,8 +457,7 @@ def test_a_run_file_extends_another(tmp_path: Path) -> None:
         first="seed: 3\ntrainer: {steps: 7, batch_size: 16}\nenvironment: {kind: gcd}\nactor: {group_size: 4}\n",
     )
     path = written(
-        tmp_path / "own",
-        run="extends: ../shared/base.yaml\ntrainer: {steps: 9}\nenvironment: {args: {high: 30}}\nactor:\n",
+        tmp_path / "own", run="extends: ../shared/base.yaml\ntrainer: {steps: 9}\nenvironment: {args: {high: 30}}\nactor:\n"
     )
     config = load_config(path, ["--seed", "4"])
     assert (config.seed, config.trainer.steps, config.trainer.batch_size, config.actor.group_size) == (4, 9, 16, 4)

@@ -50,10 +50,7 @@ def possible(sizes: Sequence[int], gpus: Sequence[int]) -> bool:
     )
 
 
-@given(
-    st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=5),
-    st.lists(st.integers(0, 6), min_size=1, max_size=3),
-)
+@given(st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=5), st.lists(st.integers(0, 6), min_size=1, max_size=3))
 def test_every_role_once_no_gpu_twice_and_refused_only_if_impossible(sizes: list[int], gpus: list[int]) -> None:
     roles = [Role(f"r{index}", size, beside="r0" if index % 2 else None) for index, size in enumerate(sizes)]
     machines = cluster(*gpus)
@@ -178,11 +175,7 @@ def test_on_this_machine_a_gpu_is_shared_only_if_it_is_named(
         (f"{CUDA} --engine.processes=8", 8, r"need 9 GPUs in all \(training 1, generation-0 1, .* 0 of 8 on this machine"),
         (f"{CUDA} --engine.kind=http --engine.servers=8", 8, r"need 9 GPUs .*\(training 1, server-0 1, .* engine.servers"),
         (CUDA, 1, r"need 2 .*share a GPU: --engine.device cuda:0 --trainer.device cuda:0$"),
-        (
-            "--engine.device=cuda --trainer.device=cuda:0",
-            1,
-            r"has 1 free GPUs for generation: .* 0 of 1 on this machine",
-        ),
+        ("--engine.device=cuda --trainer.device=cuda:0", 1, r"has 1 free GPUs for generation: .* 0 of 1 on this machine"),
         ("--trainer.device=cuda:1 --trainer.ranks=4", 4, r"no machine has a GPU cuda:4 for training-rank-3.* of 4 on this"),
     ],
 )
