@@ -78,26 +78,15 @@ def test_ranks_on_gpus_are_beside_each_other_while_there_is_room() -> None:
     assert machines_of_ranks(cluster(0, 0, 0)) == "m0 m1 m2 m0", "without GPUs they are spread"
 
 
-def test_a_pinned_process_gets_its_machine_before_the_others_are_placed() -> None:
+def test_a_pinned_process_gets_its_machine_before_the_others_are_placed_or_is_refused() -> None:
     roles = [Role("training", 2), Role("server-0", 1), Role("server-1", 1)]
     places = place(roles, cluster(2, 2), {"server-0": "10.0.0.0"})
-    assert places == [
-        Placement("training", "m1", (0, 1)),
-        Placement("server-0", "m0", (0,)),
-        Placement("server-1", "m0", (1,)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("pins", "message"),
-    [
-        ({"server-0": "m7"}, "no machine m7 for server-0; the cluster has m0, m1"),
-        ({"server-9": "m0"}, "this run has no process server-9; it has training, server-0"),
-    ],
-)
-def test_a_pin_that_can_not_be_met_is_refused(pins: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        place([Role("training", 1), Role("server-0", 1)], cluster(2, 0), pins)
+    on = {one.role: (one.machine, one.gpus) for one in places}
+    assert on == {"training": ("m1", (0, 1)), "server-0": ("m0", (0,)), "server-1": ("m0", (1,))}
+    with pytest.raises(UserError, match="no machine m7 for server-0; the cluster has m0, m1"):
+        place(roles, cluster(2, 2), {"server-0": "m7"})
+    with pytest.raises(UserError, match="this run has no process server-9; it has training, server-0"):
+        place(roles, cluster(2, 2), {"server-9": "m0"})
 
 
 def test_the_processes_of_a_run_and_what_they_need() -> None:
