@@ -14,8 +14,6 @@ from tests.integration.runs import assert_conserved, assert_provenance, run, sma
 
 pytestmark = pytest.mark.slow
 
-LORA = {"model__lora__rank": 8, "trainer__learning_rate": 3e-3}
-
 
 def test_engines_are_right_all_along_and_the_model_under_the_adapters_is_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -23,7 +21,7 @@ def test_engines_are_right_all_along_and_the_model_under_the_adapters_is_the_ref
     """The probe compares what both sides compute with after each update: here its bound is that of rounding alone."""
     monkeypatch.setitem(trainer.TOLERANCE, trainer.torch.float32, 1e-4)
     kl = {"trainer__kl_coefficient": 0.05, "preprocess__zero_advantage": "keep"}
-    counts = run(tmp_path / "r", trainer__steps=4, **LORA, **kl)
+    counts = run(tmp_path / "r", trainer__steps=4, model__lora__rank=8, trainer__learning_rate=3e-3, **kl)
     assert counts["status"] == "finished"
     assert counts["weight_updates"] == 5
     assert_conserved(counts)

@@ -31,8 +31,6 @@ PROCESSES = {
         "launch.checks environments.tasks.gcd",
         "environments.chat environments.data environments.user.function environments.user.pool torch",
     ),
-    "launcher, after a loss": ("launch.hosts.processes launch.resume", "models.loading trainer torch"),
-    "launcher, after a run": ("report.curves report.terminal", "experiments torch"),
     "worker": (
         "launch.hosts.worker",
         f"actor engine environments models preprocess serving trainer weights launch.stages.generation torch {LAUNCHER}",
