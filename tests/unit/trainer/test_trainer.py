@@ -13,86 +13,59 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from pipelinerl.checkpoint import CheckpointState, by_version, latest_checkpoint, load_checkpoint, saved_versions
 from pipelinerl.config.schema import PreprocessConfig, TrainerConfig
+from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord
-from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
 from pipelinerl.trainer.status import TrainedRecord
-from pipelinerl.types import (
-    Completion,
-    Group,
-    Problem,
-    Rollout,
-    StageStatus,
-    TrainerProgress,
-    Turn,
-    UpdateReceipt,
-    spans_from_versions,
-)
+from pipelinerl.types import Group, Problem, Rollout, StageStatus, TrainerProgress, Turn
 from pipelinerl.weights.receiving import Receiver
 from pipelinerl.weights.sending import MemoryWeightSender
 from tests.parity.models import tiny_llama
+from tests.unit.engine.engine_parts import request
 from tests.unit.group_stream import GroupStream
+from tests.unit.test_checkpoint import make_tokenizer
 
 K = 4
 PROMPT = (1, 2, 3)
 
 
 class Engine:
-    """Generates whole groups with the newest weights it was sent, recording exact log-probs (off by `noise`)."""
+    """Generates whole groups with the newest weights it was sent. Its log-probs are off by `noise`."""
 
     def __init__(self, receiver: Receiver, noise: float = 0.0) -> None:
-        self.model = tiny_llama()
+        self.engine = LocalEngine(tiny_llama(), slots=K, max_length=16, flatten=False)
         self.receiver = receiver
         self.noise = noise
         self.versions: list[int] = []
 
     def take_weights(self) -> None:
         update = self.receiver.poll()
-        if update is None:
-            return
-        self.model.load_state_dict(dict(update.tensors))
-        self.versions.append(update.version)
-        found = checksum(named_weights(self.model))
-        self.receiver.acknowledge(
-            UpdateReceipt(engine="0", version=update.version, checksum=found, pause_s=0.0, sequences_in_flight=0)
-        )
+        if update is not None:
+            self.receiver.acknowledge(self.engine.update_weights(update))
+            self.versions.append(update.version)
 
-    @torch.no_grad()
     def group(self, index: int) -> Group:
         generator = torch.Generator().manual_seed(index)
+        wanted = [request(f"{index}/{attempt}", PROMPT, 2 + attempt) for attempt in range(K)]
         rollouts = []
-        for attempt in range(K):
-            tokens, logprobs = [], []
-            for _ in range(2 + attempt):
-                logits_V = self.model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
-                tokens.append(int(torch.multinomial(logits_V.softmax(-1), 1, generator=generator)))
-                logprobs.append(logits_V.log_softmax(-1)[tokens[-1]].item())
-            noise = self.noise * torch.randn(len(tokens), generator=generator)
-            completion = Completion(
-                request_id=f"{index}/{attempt}",
-                token_ids=tuple(tokens),
-                logprobs=tuple(min(0.0, lp + n) for lp, n in zip(logprobs, noise.tolist(), strict=True)),
-                weight_versions=spans_from_versions([self.versions[-1]] * len(tokens)),
-                finish_reason="length",
-            )
-            turn = Turn(prompt_ids=PROMPT, completion=completion)
-            reward = float(sum(tokens) % 3 == attempt % 2)
-            own = {"id": f"{index}/{attempt}", "attempt": attempt, "metrics": {"words": 1.0}}
-            rollouts.append(Rollout(turns=(turn,), reward=reward, **own))
-        problem = Problem(id=str(index), payload={})
-        return Group(index=index, problem=problem, rollouts=tuple(rollouts), started=K)
+        for attempt, exact in enumerate(self.engine.generate(wanted)):
+            noise_T = self.noise * torch.randn(len(exact.token_ids), generator=generator)
+            logprobs = (torch.tensor(exact.logprobs) + noise_T).clamp(max=0.0).tolist()
+            turn = Turn(prompt_ids=PROMPT, completion=msgspec.structs.replace(exact, logprobs=tuple(logprobs)))
+            own = {"id": exact.request_id, "attempt": attempt, "metrics": {"words": 1.0}}
+            rollouts.append(Rollout(turns=(turn,), reward=float(attempt % 2), **own))
+        return Group(index=index, problem=Problem(id=str(index), payload={}), rollouts=tuple(rollouts), started=K)
 
 
 class Setup:
@@ -126,7 +99,6 @@ class Setup:
             state = checkpoint.state
             self.learner.load_optimizer(checkpoint)
         self.queue = SampleQueue(self.writer, position=state.positions, counts=state.counters.queue)
-        tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
         (run_dir / "rollouts").mkdir(exist_ok=True)
         self.trainer = Trainer(
             self.config,
@@ -142,10 +114,7 @@ class Setup:
                 started_s=time.monotonic(),
                 weighs_products=weighs_products,
             ),
-            checkpoints=CheckpointPlan(
-                directory=run_dir / "checkpoints",
-                tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer),
-            ),
+            checkpoints=CheckpointPlan(directory=run_dir / "checkpoints", tokenizer=make_tokenizer()),
             state=state,
             stopped=stopped,
         )
@@ -163,7 +132,7 @@ class Setup:
         while self.trainer.version < version:
             self.trainer.pump()
 
-    def drive(self) -> None:
+    def drive(self, after_turn: Callable[[], object] = lambda: None) -> None:
         """One group between two turns of the trainer, to the end."""
         index = 0
         self.trainer.start()
@@ -171,6 +140,7 @@ class Setup:
             self.feed([index])
             index += 1
             self.trainer.pump()
+            after_turn()
         self.engine.take_weights()
         self.trainer.finish()
 
@@ -316,14 +286,7 @@ def test_no_step_is_taken_before_the_engines_have_weights(tmp_path: Path) -> Non
 def test_copies_of_the_weights_come_when_due_and_are_of_their_version(tmp_path: Path) -> None:
     setup = Setup(tmp_path, steps=5, weights_every=2)
     seen: dict[int, list[torch.Tensor]] = {}
-    setup.trainer.start()
-    index = 0
-    while not setup.trainer.goal_reached:
-        setup.feed([index])
-        index += 1
-        setup.trainer.pump()
-        seen[setup.trainer.version] = [weight.clone() for weight in weights(setup)]
-    setup.trainer.finish()
+    setup.drive(lambda: seen.update({setup.trainer.version: weights(setup)}))
     saved = saved_versions(tmp_path)
     assert list(saved) == [2, 4, 5]  # 5 is the last checkpoint
     assert [path.parent.name for path in saved.values()] == ["weights", "weights", "checkpoints"]
@@ -337,22 +300,10 @@ def test_copies_of_the_weights_come_when_due_and_are_of_their_version(tmp_path: 
     assert [seconds > 0 for seconds in saving] == [False, False, True, False, True]
 
 
-class SlowDisk:
-    """Files are on the disk once `written` is set; or not at all, with `full`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
-        self.written, self.full = threading.Event(), full
-        monkeypatch.setattr(saving, "sync_tree", self.sync_tree)
-
-    def sync_tree(self, directory: Path) -> None:
-        assert self.written.wait(60)
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream keeps what only the checkpoint before needs until then."""
-    disk = SlowDisk(monkeypatch)
+    written = threading.Event()
+    monkeypatch.setattr(saving, "sync_tree", lambda _: written.wait(60))
     setup = Setup(tmp_path, steps=4, checkpoint_every=2)
     commit = Mock(wraps=setup.queue.commit)
     setup.queue.commit = commit  # type: ignore[method-assign]
@@ -361,7 +312,7 @@ def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path
     setup.train_to(3)
     assert latest_checkpoint(tmp_path) is None
     assert commit.call_count == 0
-    disk.written.set()
+    written.set()
     setup.trainer.pump()
     setup.trainer.finish()
     assert list(by_version(tmp_path / "checkpoints")) == [2, 4]
@@ -369,8 +320,7 @@ def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path
 
 
 def test_a_disk_that_is_full_is_noticed_before_the_next_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = SlowDisk(monkeypatch, full=True)
-    disk.written.set()
+    monkeypatch.setattr(saving, "sync_tree", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     setup = Setup(tmp_path, steps=4, checkpoint_every=2)
     setup.trainer.start()
     setup.feed(range(4))

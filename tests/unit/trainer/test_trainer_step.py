@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
-from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
@@ -30,30 +29,17 @@ def make_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: obj
     return tiny_llama(seed, **sizes, initializer_range=0.2, tie_word_embeddings=True, **changes).to(dtype)
 
 
-def own_logprobs(model: PreTrainedModel, sample: TrainingSample) -> torch.Tensor:
+def own_logprobs(model: PreTrainedModel, segments: Sequence[Segment]) -> torch.Tensor:
     """The slow way: each segment alone, through the model's own attention."""
     logprobs = []
-    for segment in sample.segments:
+    for segment in segments:
         logits_TV = model(torch.tensor([segment.token_ids])).logits[0].float() / TEMPERATURE
         logprobs += [logits_TV[p - 1].log_softmax(-1)[segment.token_ids[p]] for p in segment.sampled_positions]
     return torch.stack(logprobs)
 
 
 def make_samples(model: PreTrainedModel, count: int = 12, noise: float = 0.2, version: int = 3) -> list[TrainingSample]:
-    """Ragged samples, some of several turns or segments, one in four without advantage, behaviour a bit off `model`.
-
-    They are made once for all models of the same weights.
-    """
-    key = (type(model), checksum(named_weights(model)), count, noise, version)
-    if key not in _MADE:
-        _MADE[key] = _make_samples(model, count, noise, version)
-    return [*_MADE[key]]
-
-
-_MADE: dict[object, list[TrainingSample]] = {}
-
-
-def _make_samples(model: PreTrainedModel, count: int, noise: float, version: int) -> list[TrainingSample]:
+    """Ragged samples, some of several turns or segments, one in four without advantage, behaviour a bit off `model`."""
     generator = torch.Generator().manual_seed(5)
 
     def integer(low: int, high: int) -> int:
@@ -66,20 +52,20 @@ def _make_samples(model: PreTrainedModel, count: int, noise: float, version: int
             n = integer(6, 40)
             ids = tuple(integer(0, 23) for _ in range(n))
             segments.append(Segment(token_ids=ids, sampled=((2, 4), (5, n)) if i % 3 == 0 else ((3, n),)))
-        tokens = sum(len(s.sampled_positions) for s in segments)
-        sample = TrainingSample(
-            id=f"{i}",
-            group_index=i // 4,
-            segments=tuple(segments),
-            behaviour_logprobs=(0.0,) * tokens,
-            versions=tuple(version - min(version, t % 3) for t in range(tokens)),
-            advantage=0.0 if i % 4 == 3 else (-1.0) ** i * (0.3 + 0.1 * i),
-            reward=float(i % 2),
-        )
         with torch.no_grad():
-            logprobs_P = own_logprobs(model, sample)
-        off_P = noise * torch.randn(tokens, generator=generator)
-        samples.append(msgspec.structs.replace(sample, behaviour_logprobs=tuple((logprobs_P + off_P).tolist())))
+            logprobs_P = own_logprobs(model, segments)
+        behaviour_P = logprobs_P + noise * torch.randn(len(logprobs_P), generator=generator)
+        samples.append(
+            TrainingSample(
+                id=f"{i}",
+                group_index=i // 4,
+                segments=tuple(segments),
+                behaviour_logprobs=tuple(behaviour_P.tolist()),
+                versions=tuple(version - min(version, t % 3) for t in range(len(logprobs_P))),
+                advantage=0.0 if i % 4 == 3 else (-1.0) ** i * (0.3 + 0.1 * i),
+                reward=float(i % 2),
+            )
+        )
     return samples
 
 
@@ -104,7 +90,7 @@ def reinforce_gradients(
     """The objective as it is written down, one sequence at a time."""
     model.zero_grad()
     for sample in samples:
-        logprobs_N = own_logprobs(model, sample)
+        logprobs_N = own_logprobs(model, sample.segments)
         ratio_N = (logprobs_N.detach() - torch.tensor(sample.behaviour_logprobs)).exp()
         (-(ratio_N.clamp(max=5.0) * sample.advantage * logprobs_N).sum() / normalizer).backward()
     found = gradients(model)
@@ -135,15 +121,12 @@ def test_recomputing_activations_changes_nothing_and_drops_nothing_out() -> None
         torch.testing.assert_close(gradient, gradients(recomputing)[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-SEQUENCE_MASK = CorrectionConfig(token="none", sequence="geo_mask", sequence_low=0.97, sequence_high=1.03)
-
-
-OBJECTIVES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("loss", "correction"),
     [
         ("reinforce", CorrectionConfig()),
         ("reinforce", CorrectionConfig(sequence="truncate", sequence_high=1.1)),
-        ("reinforce", SEQUENCE_MASK),
+        ("reinforce", CorrectionConfig(token="none", sequence="geo_mask", sequence_low=0.97, sequence_high=1.03)),
         ("reinforce", CorrectionConfig(token="tv", token_low=0.01, token_high=0.01, drift=0.1)),
         ("ppo", CorrectionConfig()),
         ("gspo", CorrectionConfig()),
@@ -151,9 +134,6 @@ OBJECTIVES = pytest.mark.parametrize(
         ("decoupled", CorrectionConfig()),
     ],
 )
-
-
-@OBJECTIVES
 def test_metrics_and_weights_do_not_depend_on_micro_batches(loss: str, correction: CorrectionConfig) -> None:
     results, models = [], []
     for budget in (1, 50, 10_000):
