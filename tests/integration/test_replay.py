@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,9 @@ from pipelinerl.cli import main
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.replay.replay import ReplayResult, replay
 from tests.integration.runs import (
-    in_training,
     resume,
     run,
     run_processes,
-    start_processes,
     summary,
     trained,
     weights_checksum,
@@ -112,19 +108,6 @@ def test_a_run_is_repeated_without_the_steps_that_it_lost(tmp_path: Path) -> Non
     resume(run_dir, trainer__steps=4)
     assert lost != trained(run_dir)[-2]
     assert_repeated(run_dir, 5)
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_was_killed_is_repeated(tmp_path: Path) -> None:
-    run_dir = tmp_path / "r"
-    settings = {"trainer__steps": 100_000, "trainer__checkpoint_every": 2, "engine__processes": 2}
-    process = start_processes(run_dir, **settings)
-    with in_training(process, run_dir, version=4, workers=3) as pids:
-        for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
-    last = trained(run_dir)[-1].version
-    resume(run_dir, trainer__steps=last + 2, launch__kind="embedded", engine__processes=1)
-    assert_repeated(run_dir, last + 3)
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
@@ -253,15 +236,9 @@ def _one_more_refused(records: list[dict[str, Any]]) -> None:
     ("file", "change", "named"),
     [
         (TRAINED, _one_more_refused, r"the ESS guard accepted a batch of step \d, which the run's rejected"),
-        ("metrics.jsonl", lambda steps: steps[2].update(lag_max=99), "step 3 has lag_max "),
         ("metrics.jsonl", lambda steps: steps[2].update(entropy_mean=99.5), "step 3 has entropy_mean "),
         ("metrics.jsonl", lambda steps: steps[2].update(metrics={"made": 1.0, "up": 2.0}), "step 3 has metrics "),
         ("summary.json", lambda one: one[0].update(samples_trained=99), "summary.json has samples_trained 99, the records"),
-        (
-            "summary.json",
-            lambda one: one[0].update(eval_reward_after=2),
-            "summary.json has eval_reward_after 2, the records",
-        ),
     ],
 )
 def test_a_changed_record_is_named(file: str, change: Callable[[Any], None], named: str, copied: Path) -> None:
@@ -321,10 +298,7 @@ def test_a_counterfactual_with_the_runs_own_settings_is_the_run(tmp_path: Path) 
     assert all(run == again for one in result.metrics for run, again in one.values())
     last = Path("checkpoints") / "step_00000004"
     assert weights_checksum(tmp_path / "r" / last) == weights_checksum(tmp_path / "out" / last)
-    small = ["--problems", "8", "--attempts", "1", "--out", str(tmp_path / "eval")]
-    assert main(["eval", str(tmp_path / "r"), str(tmp_path / "out"), *small]) == 0
-    own, again = json.loads((tmp_path / "eval" / "summary.json").read_bytes())["models"]
-    assert own["estimates"] == again["estimates"]
+    assert main(["eval", str(tmp_path / "out"), "--problems", "2", "--attempts", "1"]) == 0
 
 
 def test_a_counterfactual_trains_on_the_same_batches_with_other_settings(

@@ -9,6 +9,7 @@ import pytest
 
 from pipelinerl.cli import main
 from pipelinerl.experiments.sweep import make_grid
+from tests.unit.experiments.test_sweep import write_finished
 
 SMALL = [
     *("--trainer.batch_size", "16", "--actor.group_size", "8", "--engine.slots", "16", "--actor.max_tokens", "48"),
@@ -21,15 +22,9 @@ SMALL = [
 def test_a_sweep_of_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     flags = [*SMALL, "--trainer.steps", "1"]
-    arguments = ["sweep", *flags, "--seeds", "2", "--out", str(out)]
-    first = out / "01/seed-0"
-    first.mkdir(parents=True)
+    write_finished(out, "01/seed-0", 0.5, 0.5)
     (out / "request.json").write_text(json.dumps(make_grid(None, flags, 2).to_json()))
-    summary = {"status": "finished", "reward_last": 0.5, "eval_reward_after": 0.5}
-    (first / "summary.json").write_text(json.dumps(summary))
-    done = {"run": "01/seed-0", "status": "finished", "began": "", "load_before": None}
-    (out / "executions.jsonl").write_text(json.dumps(done) + "\n")
-    assert main(arguments) == 0, capsys.readouterr().err
+    assert main(["sweep", *flags, "--seeds", "2", "--out", str(out)]) == 0, capsys.readouterr().err
     (setting,) = json.loads((out / "sweep.json").read_text())["settings"]
     assert [run["status"] for run in setting["runs"]] == ["finished", "finished"]
     made = json.loads((out / "01/seed-1/summary.json").read_text())

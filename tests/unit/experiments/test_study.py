@@ -220,17 +220,12 @@ def test_versions_are_those_of_a_clock(first: int, lag: int, more: int) -> None:
     assert (versions[0], first + lag - versions[-1]) == (first, min(lag, 2))
 
 
-def test_exact_kl_is_its_formula() -> None:
-    logits = torch.randn(2, 6, 11, generator=torch.Generator().manual_seed(1))
-    mu, pi = logits.log_softmax(-1)
-    mu[2, 3] = -math.inf
-    expected = [
-        sum(math.exp(m) * (m - p) for m, p in zip(row, other, strict=True) if m > -math.inf)
-        for row, other in zip(mu.tolist(), pi.tolist(), strict=True)
-    ]
-    assert exact_kl(mu, pi).tolist() == pytest.approx(expected, rel=1e-9)
-    both = torch.tensor([[0.0, -math.inf]])
-    assert exact_kl(both, both).tolist() == [0.0]
+def test_a_token_without_probability_adds_nothing_to_the_kl() -> None:
+    mu = torch.tensor([[math.log(0.25), math.log(0.75), -math.inf]])
+    pi = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    expected = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.25)
+    assert exact_kl(mu, pi).tolist() == pytest.approx([expected])
+    assert exact_kl(mu, mu).tolist() == [0.0]
 
 
 def test_sums_by_problem_and_position() -> None:

@@ -119,19 +119,20 @@ def test_settings_are_ranked_and_failures_never_improve_them() -> None:
     assert (paired.low, paired.high) == (pytest.approx(-0.1), pytest.approx(-0.1))
 
 
+def write_finished(out: Path, name: str, reward: float, evaluated: float | None = None) -> None:
+    """What a finished run of a sweep left."""
+    (out / name).mkdir(parents=True)
+    summary = {"status": "finished", "reward_last": reward, "eval_reward_after": evaluated}
+    (out / name / "summary.json").write_text(json.dumps(summary))
+    with (out / "executions.jsonl").open("a") as lines:
+        lines.write(json.dumps({"run": name, "status": "finished", "began": "", "load_before": None}) + "\n")
+
+
 def test_finished_runs_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the summaries of finished runs, a sweep starts none: it takes a moment."""
     out, flags = tmp_path / "out", ["--trainer.learning_rate", "1e-4,3e-4", "--evaluation.problems", "0"]
     grid = make_grid(None, flags, 2)
-    executed = {"status": "finished", "began": "", "load_before": None}
     for run in planned_runs(grid.settings, grid.seeds):
-        path = out / run.name
-        path.mkdir(parents=True)
-        reward = (grid.settings.index(run.setting) + 1) / 4
-        summary = {"status": "finished", "reward_last": reward, "eval_reward_after": None}
-        (path / "summary.json").write_text(json.dumps(summary))
-        with (out / "executions.jsonl").open("a") as lines:
-            lines.write(json.dumps({"run": run.name} | executed) + "\n")
+        write_finished(out, run.name, (grid.settings.index(run.setting) + 1) / 4)
     assert main(["sweep", *flags, "--seeds", "2", "--out", str(out)]) == 2
     assert "holds no sweep" in capsys.readouterr().err
     (out / "request.json").write_text(json.dumps(grid.to_json()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import pytest
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from pipelinerl.actor.client import derive_seed
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.experiments.replay.generation import GenerationResult, repeat_groups, versions_of
+from pipelinerl.experiments.replay.generation import repeat_groups, versions_of
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.types import GenerationRequest, Group, Problem, Rollout, SamplingParams, Turn
@@ -65,10 +64,6 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple((7 * i + length) % VOCABULARY for i in range(length))
 
 
-def repeated(group: Group, kv: str) -> GenerationResult:
-    return repeat_groups([group], config_for(kv), Versions())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_sequences_that_began_at_different_steps_see_each_update_at_their_own_token(kv: str) -> None:
     """The second one waits for a row of the engine; the last one's prompt is read by three versions."""
@@ -78,24 +73,11 @@ def test_sequences_that_began_at_different_steps_see_each_update_at_their_own_to
     assert max(versions) >= 4
     read_by = [len(r.turns[0].completion.prompt_versions) for r in group.rollouts]
     assert (max(read_by) > 1) == (kv == "keep")
-    result = repeated(group, kv)
+    result = repeat_groups([group], config_for(kv), Versions())  # type: ignore[arg-type]
     assert (result.completions, result.groups) == (5, 1)
     assert result.switches == sum(versions) - 5
     assert result.gaps[0][0] < TOLERANCE
     assert result.drawn == result.tokens
-
-
-def test_the_token_that_differs_most_is_named() -> None:
-    group = sampled("keep", {0: prompt(3), 1: prompt(3)}, {5: 3})
-    first, second = (rollout.turns[0] for rollout in group.rollouts)
-    logprobs = list(second.completion.logprobs)
-    logprobs[7] += 0.5
-    changed = msgspec.structs.replace(second.completion, logprobs=tuple(logprobs))
-    turns = (first, msgspec.structs.replace(second, completion=changed))
-    rollout = msgspec.structs.replace(group.rollouts[1], turns=turns)
-    (gap, where), *_ = repeated(msgspec.structs.replace(group, rollouts=(rollout,)), "keep").gaps
-    assert gap == pytest.approx(0.5, abs=TOLERANCE)
-    assert where.startswith("group 0, rollout g0.a1, turn 1, token 7 (version 3): its log-prob is ")
 
 
 def test_the_versions_that_a_group_needs_include_those_that_read_its_prompts() -> None:
