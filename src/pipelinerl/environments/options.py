@@ -55,8 +55,6 @@ class Options(Section, frozen=True):
 
 # ---- environments that ask questions
 
-NO_CHAT = "there is no chat (the model's tokenizer has no chat template, or environment.args.chat is false)"
-
 
 class QuestionOptions(Options, frozen=True):
     """How a question becomes a prompt. Subclasses set the defaults of `system` and `text`."""
@@ -92,7 +90,8 @@ class QuestionTask(SingleTurn):
         if self._chat:
             options.refuse_without_effect("the question is a message of a chat", "text")
         else:
-            options.refuse_without_effect(NO_CHAT, "system")
+            why = "there is no chat (the model's tokenizer has no chat template, or environment.args.chat is false)"
+            options.refuse_without_effect(why, "system")
 
     def ask(self, question: str) -> str | Sequence[Message]:
         if self._chat:

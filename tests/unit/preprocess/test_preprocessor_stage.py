@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -39,25 +38,11 @@ AHEAD = 3
 PREPROCESSING, TRAINING = WorkerKind(reads="unprepared"), WorkerKind(reads="prepared", follows=True)
 
 
-class Ends:
-    """Both ends of a stage, which read no more than two groups ahead of what is taken, as the hub's."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups, self.passed_on = deque(enumerate(groups)), list[Prepared]()
-
-    def read(self, limit: int) -> list[tuple[int, Prepared]]:
-        room = min(limit, 2 - len(self.passed_on), len(self._groups))
-        read = [self._groups.popleft() for _ in range(room)]
-        return [(offset, PREPROCESSOR.process(group)) for offset, group in read]
-
-    def pass_on(self, _: int, prepared: Prepared) -> None:
-        self.passed_on.append(prepared)
-
-
 @pytest.mark.parametrize(("reward", "state", "detail"), [(1.0, "done", ""), (math.nan, "failed", "RolloutError")])
 def test_how_it_ended_is_on_the_board(reward: float, state: str, detail: str) -> None:
     board, turns = MemoryBoard(), iter([False, False, True])
-    stage = PreprocessorStage(cast(Any, Ends([make_group(0, rewards=[reward] * 3)])), board=board)
+    groups = mock.Mock(read=lambda _: [(0, PREPROCESSOR.process(make_group(0, rewards=[reward] * 3)))])
+    stage = PreprocessorStage(groups, board=board)
     with pytest.raises(RolloutError, match="group 0: reward nan") if detail else nullcontext():
         stage.run(lambda: next(turns))
     status = cast(Any, board.read("preprocessor"))
