@@ -39,7 +39,7 @@ TIMEOUTS = {"actor__rollout_timeout_s": 1.0, "actor__max_failure_fraction": 1.0}
 def test_an_environment_that_fails_in_every_way(tmp_path: Path) -> None:
     """The run goes on with what works; each failure is counted by its reason, in the summary and in the groups."""
     kind = write_environment(tmp_path, MISBEHAVES)
-    run(tmp_path / "r", environment__kind=kind, trainer__steps=4, **TIMEOUTS)
+    run(tmp_path / "r", environment__kind=kind, trainer__steps=16, **TIMEOUTS)  # seconds, so that some expire
     counts = assert_whole(tmp_path / "r")
     assert counts["status"] == "finished"
     assert counts["rollouts_dropped"].keys() == {"raised", "bad_rollout", "timeout"}

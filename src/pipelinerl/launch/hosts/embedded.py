@@ -133,7 +133,7 @@ def logging_to(run: RunDirectory) -> Iterator[None]:
     """Write this package's log to a file while inside, as separate processes do: the terminal belongs to the view."""
     logger, handler = logging.getLogger("pipelinerl"), _Log(run.log("embedded"))
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    level, propagate = logger.level, logger.propagate
+    level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -142,6 +142,6 @@ def logging_to(run: RunDirectory) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-        logger.propagate = propagate
+        logger.propagate = not any(isinstance(other, _Log) for other in logger.handlers)  # of runs that began later
         with suppress(OSError):
             handler.close()
