@@ -281,11 +281,14 @@ def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:
 def test_a_model_that_can_not_be_flattened_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It looks at its data before it does the same either way."""
     warnings: list[str] = []
     monkeypatch.setattr("pipelinerl.engine.runner._log.warning", lambda text, *_: warnings.append(text))
-    model = with_first_layer(lambda hidden: hidden if bool(hidden.sum() > 0) else hidden.clone())
-    served = LocalEngine(model, slots=2, max_length=64)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr("pipelinerl.engine.runner.FlatForward", refuse)
+    served = LocalEngine(make_model("llama"), slots=2, max_length=64)
     assert served._runner._flat is None
     (warning,) = warnings
     assert "can't be exported as a graph" in warning
