@@ -78,6 +78,9 @@ LOOK_BYTES = 1 << 22
 HEAD_BYTES = 256
 """A file that begins otherwise is another one. Its number does not tell: file systems reuse those of deleted files."""
 
+MAX_LINE_BYTES = 1 << 26
+"""A longer line is damaged: its bytes are skipped in parts of this size."""
+
 
 class Tail(Generic[T]):
     """The records that are added to a file of JSON lines. The file need not exist yet, or may be replaced by another one.
@@ -126,9 +129,9 @@ class Tail(Generic[T]):
                 self.place = size - LOOK_BYTES
             file.seek(self.place)
             data = file.read(min(LOOK_BYTES, size - self.place))
-            while not (end := data.rfind(b"\n") + 1) and len(data) < size - self.place:
+            while not (end := data.rfind(b"\n") + 1) and len(data) < min(size - self.place, MAX_LINE_BYTES):
                 data += file.read(LOOK_BYTES)
-        self.place += end
+        self.place += end or (len(data) if len(data) >= MAX_LINE_BYTES else 0)
         self.more = self.place < size and end > 0
         return data[data.find(b"\n") + 1 if cut else 0 : end]
 

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ import msgspec
 from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import MetricsConfig, RunConfig
 from pipelinerl.config.secrets import without_secrets
-from pipelinerl.errors import INVALID_DATA, RunDirectoryError, StopRun
+from pipelinerl.errors import INVALID_DATA, StopRun
 from pipelinerl.files import write_atomically
 from pipelinerl.metrics.evaluations import EvaluatedProblem, EvaluationRecord
-from pipelinerl.metrics.reading import Records, read_lines
+from pipelinerl.metrics.reading import Records
 from pipelinerl.metrics.records import Record
 from pipelinerl.metrics.statistics import flat_numbers
 from pipelinerl.process import LOG_FORMAT, counted_interrupts, lower_priority, take_stdin, when_closed
@@ -180,8 +181,9 @@ def _answers(run: RunDirectory, record: Record) -> list[Row]:
     if not isinstance(record, EvaluationRecord):
         return []
     try:
-        problems = read_lines(run.evaluation(record.name), EvaluatedProblem)[:MOST_ROWS]
-    except (OSError, RunDirectoryError) as error:
+        with run.evaluation(record.name).open("rb") as file:
+            problems = [msgspec.json.decode(line, type=EvaluatedProblem) for line in islice(file, MOST_ROWS)]
+    except (OSError, *INVALID_DATA) as error:
         _log.warning("no answers of the evaluation %s: %s", record.name, error)
         return []
     return [(record.version, one.prompt, one.completion, one.reward, one.length) for one in problems]
@@ -223,12 +225,16 @@ class Tracker:
 def open_tracker(name: str, folder: Path, config: Mapping[str, Any], run_id: str | None) -> Tracker:
     """The tracker of the run in `folder`, with a new tracked run, or with `run_id` again."""
     kinds = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
-    settings = {  # without nesting: `trainer.steps`
+    return kinds[name](folder, config, run_id)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without nesting: `trainer.steps`."""
+    return {
         f"{section}.{key}" if key else section: value
         for section, values in config.items()
         for key, value in (values if isinstance(values, dict) else {"": values}).items()
     }
-    return kinds[name](folder, settings, run_id)
 
 
 class Callback(Tracker):
@@ -251,7 +257,7 @@ class Callback(Tracker):
 class Tensorboard(Tracker):
     """Writes event files to `RUN_DIR/tensorboard`, with TensorBoard's own writer: charts, and texts as Markdown."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], _run_id: str | None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], _run_id: str | None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2  # noqa: PLC0415 - costs a second
         from tensorboard.plugins.text.metadata import create_summary_metadata  # noqa: PLC0415 - as above
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - as above
@@ -259,7 +265,7 @@ class Tensorboard(Tracker):
         self._event, self._summary, self._tensor = event_pb2.Event, summary_pb2.Summary, tensor_pb2.TensorProto
         self._text_metadata = create_summary_metadata
         self._writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=1)
-        self._add(0, {}, {"config": _code(settings)})
+        self._add(0, {}, {"config": _code(config)})
 
     def write(self, record: Record, answers: Sequence[Row]) -> None:
         cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row] for row in answers]
@@ -290,7 +296,7 @@ def _code(values: Mapping[str, Any]) -> str:
 class Wandb(Tracker):
     """Weights & Biases. Its environment variables apply (WANDB_MODE, WANDB_PROJECT, ...); files are in `RUN_DIR/wandb`."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], run_id: str | None) -> None:
         import wandb  # noqa: PLC0415 - costs a second
 
         self.id = run_id or secrets.token_hex(4)
@@ -301,7 +307,7 @@ class Wandb(Tracker):
             dir=os.environ.get("WANDB_DIR", str(folder)),
             id=self.id,
             resume="allow",
-            config=dict(settings),
+            config=dict(config),
             settings=wandb.Settings(console="off"),
         )
         self._has_steps = False  # the step of the client only grows, and a resumed run may repeat versions
@@ -309,7 +315,7 @@ class Wandb(Tracker):
         self._run.define_metric("*", step_metric="version")
 
     def write(self, record: Record, answers: Sequence[Row]) -> None:
-        values = _curves(record) | {"version": record.version}
+        values = _curves(record) | ({} if self._has_steps else {"version": record.version})
         if answers:
             values["samples/held_out"] = self._table(columns=list(COLUMNS), data=[list(row) for row in answers])
         self._run.log(values, **({"step": record.version} if self._has_steps else {}))
@@ -322,7 +328,7 @@ class Wandb(Tracker):
 class Trackio(Wandb):
     """Trackio: a local database, or a Space if TRACKIO_SPACE_ID names one. The name of a tracked run is its id."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], run_id: str | None) -> None:
         import trackio  # noqa: PLC0415 - costs a second
 
         self.id = run_id or f"{folder.name}-{secrets.token_hex(3)}"
@@ -332,7 +338,7 @@ class Trackio(Wandb):
             name=self.id,
             space_id=os.environ.get("TRACKIO_SPACE_ID"),
             resume="allow",
-            config=dict(settings),
+            config=_flat(config),
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -346,7 +352,7 @@ class Trackio(Wandb):
 class Mlflow(Tracker):
     """MLflow, at MLFLOW_TRACKING_URI (its default: a database in the working directory)."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], run_id: str | None) -> None:
         from mlflow import MlflowClient  # noqa: PLC0415 - costs seconds
         from mlflow.entities import Metric, Param  # noqa: PLC0415 - as above
 
@@ -359,7 +365,7 @@ class Mlflow(Tracker):
         experiment = self._client.get_experiment_by_name(name)
         where = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self.id = self._client.create_run(where, run_name=folder.name).info.run_id
-        parameters = [Param(key, str(value)[:6000]) for key, value in settings.items()]
+        parameters = [Param(key, str(value)[:6000]) for key, value in _flat(config).items()]
         for start in range(0, len(parameters), 100):  # the most that a server takes at once
             self._client.log_batch(self.id, params=parameters[start : start + 100])
 

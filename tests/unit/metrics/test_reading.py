@@ -63,6 +63,23 @@ def test_a_large_file_is_read_in_parts_and_of_the_newest_only_the_end(tmp_path: 
     assert seen(tail) == [1]
 
 
+def test_a_line_without_an_end_is_skipped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each look would read it again from its beginning, in the loop that serves a page."""
+    monkeypatch.setattr(reading, "LOOK_BYTES", 40)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "numbers.jsonl"
+    write(path, 1, end=b"x" * 500)
+    tail = Tail(path, Numbered)
+    assert seen(tail) == [1]
+    place = tail.place
+    assert seen(tail) == []
+    assert place + 100 <= tail.place < place + 200
+    write(path, 2, end=b"\n")
+    write(path, 3)
+    assert [one for _ in range(6) for one in seen(tail)] == [3]
+    assert tail.damaged == 2
+
+
 @pytest.mark.parametrize("look_bytes", [40, 1 << 22])
 def test_records_are_read_once_and_in_the_order_of_their_times(
     look_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

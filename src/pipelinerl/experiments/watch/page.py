@@ -25,12 +25,12 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import PipelineRLError, RunDirectoryError
 from pipelinerl.experiments.browse import TokenText, load_token_text, skip_text
 from pipelinerl.metrics.evaluations import EvaluationRecord
-from pipelinerl.metrics.reading import Tail, read_records, superseded, without_repeated
+from pipelinerl.metrics.reading import Tail, superseded, without_repeated
 from pipelinerl.metrics.records import TIMELINE_STEM, StepRecord, TimelineRecord
 from pipelinerl.metrics.statistics import REWARD, engine_total
 from pipelinerl.report import PageSection, count
 from pipelinerl.report.curves import Columns, Seen, StepColumns
-from pipelinerl.report.series import labels_of, measure, name_of, read_config, read_summary
+from pipelinerl.report.series import labels_of, name_of, read_config, read_summary
 from pipelinerl.report.terminal import largest_gain, summary_sections
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
@@ -157,7 +157,8 @@ class WatchedRun:
             places = {
                 "minutes": max(0.0, one.time_s - self.steps.begin_s) / 60,
                 "rollouts": self.steps["rollouts"][done - 1] if done else 0,
-                "metrics": {name: metrics[name] for name in metrics if name.endswith(REWARD)},
+                "metrics": {printable(name): metrics[name] for name in metrics if name.endswith(REWARD)},
+                "failed": {printable(reason): times for reason, times in one.failed.items()},
             }
             shown.append(msgspec.to_builtins(one) | places)
         if shown != self._parts["evaluations"]:
@@ -364,11 +365,13 @@ def page(
 def shown_run(run_dir: Path) -> dict[str, Any]:
     """What a page shows of a run. Raises ConfigError, and RunDirectoryError for a folder that is not a run or is damaged."""
     config, summary, run = read_config(run_dir), read_summary(run_dir), WatchedRun(run_dir)
-    shown, result = run.everything(), [("model", config.model.path)]
-    if steps := read_records(RunDirectory(run_dir).metrics, StepRecord):
-        found = measure(steps, run.steps.begin_s)
-        rates = f"{found.samples_per_s:.1f} samples/s, {found.tokens_per_s:.0f} tokens/s"
-        took = f"{count(len(steps), 'step')}, {found.samples} rollouts in {found.training_s:.1f} s: {rates}"
+    shown, steps, result = run.everything(), run.steps, [("model", config.model.path)]
+    if steps.rows and (training_s := 60 * steps["minutes"][-1]) > 0:
+        samples = steps["rollouts"][-1]
+        lengths = zip(steps["samples"], steps["completion_length_mean"], strict=True)
+        tokens = sum(rollouts * mean for rollouts, mean in lengths if not math.isnan(mean))
+        rates = f"{samples / training_s:.1f} samples/s, {tokens / training_s:.0f} tokens/s"
+        took = f"{count(steps.rows, 'step')}, {samples:.0f} rollouts in {training_s:.1f} s: {rates}"
         result.append(("training, without start-up", took))
     try:
         result += [row for section in summary_sections(summary) for row in section] if summary is not None else []

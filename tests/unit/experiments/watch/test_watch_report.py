@@ -89,11 +89,12 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
         ("config.yaml", None, "it has no config.yaml"),
         ("summary.json", b"{", "summary.json"),
         ("summary.json", b'{"status": "finished"}', "summary.json"),
-        ("metrics.jsonl", b"{}\n", "metrics.jsonl"),
     ],
 )
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_damage_is_named_or_counted(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     run = make_run(tmp_path / "run", status=None)
+    append(run / "metrics.jsonl", {})
+    assert data_of(report_page([run]))["news"]["run"]["now"]["damaged"] == 1
     (run / name).unlink() if content is None else (run / name).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=message) as error:
         report_page([run])

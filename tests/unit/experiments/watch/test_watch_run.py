@@ -13,6 +13,7 @@ import msgspec
 
 from pipelinerl.experiments.watch.page import GROUPS_EVERY_S, LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.launch.run_lock import RunLock
+from pipelinerl.metrics.statistics import REWARD
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import write_statuses
 from pipelinerl.types import EngineProgress, TrainerProgress
@@ -65,8 +66,12 @@ def test_a_running_run_is_followed_also_over_a_resume(tmp_path: Path) -> None:
         watcher.look()
         assert watcher.look()["now"]["state"] == "running"
         append(root / "metrics.jsonl", a_step(5, 8.0, crossing_fraction=1.0))
-        append(root / "evaluations.jsonl", evaluation("online", 5, 7.0, version_min=3, version_max=5))
+        hostile = {"failed": {HOSTILE: 1}, "metrics": {f"{HOSTILE}{REWARD}": 0.5}}
+        append(root / "evaluations.jsonl", evaluation("online", 5, 7.0, version_min=3, version_max=5, **hostile))
         news = watcher.look()
+        shown = [*news["evaluations"][1]["failed"], *news["evaluations"][1]["metrics"]]
+        assert not set("\x1b\u202e") & set("".join(shown))
+        assert len(shown) == 2
         assert (news["steps"]["start"], news["steps"]["columns"]["version"]) == (4, [5])
         assert news["steps"]["columns"]["crossing_fraction"] == [1]
         assert news["now"]["left"] == 5 / 60  # five more steps of a second each
