@@ -37,7 +37,6 @@ SHOWN = {
     "pipelinerl.types": ("Problem", "Rollout", "Turn", "Completion", "VersionSpan"),
     "pipelinerl.interfaces": ("GenerationClient", "Environment"),
     "pipelinerl.environments.single_turn": ("Task", "Score"),
-    "pipelinerl.environments.chat.tool_use": ("ToolTask",),
 }
 """What the reference shows beside everything that these packages export."""
 PACKAGES = ("pipelinerl", "pipelinerl.environments", "pipelinerl.engine")

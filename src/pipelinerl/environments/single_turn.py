@@ -42,7 +42,7 @@ class Task(ABC):
     """Whether the `reward` of a user's class runs in processes with limits, each with an instance of its own. False: in this
     process, for a reward that needs the state of this instance."""
     reward_limits: Mapping[str, Any] = {}
-    """Limits of these processes that differ from the defaults of `user.code.Limits`."""
+    """Limits of these processes that differ from the defaults of the arguments of `function`."""
     reward_pool: FunctionPool | None = None
     """Set by `make_environment`."""
 
@@ -75,6 +75,9 @@ class SingleTurn(Task):
 
     `reward(problem, text)` returns a number, also with metrics, in a dict or a pair.
     """
+
+    costs = False
+    """Whether judging may cost money: then no text is tried before a run."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         """Raises EnvironmentSetupError for a subclass with neither `reward` nor `judge`."""

@@ -95,7 +95,7 @@ async def play_first(
     client = RolloutClient(engine, tokenizer, sampling, name="g0.a0", seed=0)
     if isinstance(played := await attempt(environment, made[0], client, timeout_s), Failure):
         raise refused(alone, played)
-    if isinstance(environment, SingleTurn):
+    if isinstance(environment, SingleTurn) and not environment.costs:
         turn = msgspec.structs.replace(played.turns[-1], text=WORD)
         judged = await guarded(partial(environment.judge, made[0], turn), timeout_s, "the reward")
         if isinstance(judged, Failure):

@@ -55,6 +55,9 @@ class Here(Act):
 class Limitless(Act):
     reward_limits = {"workers": 0}
 
+class Misplaced(Act):
+    reward_limits = 60.0
+
 class Old(Act):
     reward_timeout_s = 3.0
 
@@ -117,6 +120,8 @@ def test_it_runs_in_this_process_if_the_class_says_so_or_the_reward_is_of_this_p
 def test_what_another_process_can_not_have_is_refused(file: Path) -> None:
     with one_line(EnvironmentSetupError, "its attribute reward_limits: Expected `int` >= 1 - at `$.workers`"):
         made(file, "Limitless")
+    with one_line(EnvironmentSetupError, "its attribute reward_limits: "):
+        made(file, "Misplaced")
     with one_line(EnvironmentSetupError, "of its attribute reward_timeout_s, write `reward_limits = {'timeout_s': 3.0}`"):
         made(file, "Old")
     with one_line(EnvironmentSetupError, "are not JSON, so no other process can have them"):

@@ -152,6 +152,20 @@ def test_a_call_that_takes_too_long_is_ended_and_its_line_named(file, what, wher
     assert after == 1
 
 
+def test_a_call_is_made_at_once_and_its_reply_counts_if_the_loop_comes_late(file):
+    pool = FunctionPool({"act": f"{file}:act"}, Limits(timeout_s=0.5, workers=1))
+
+    async def main():
+        await pool.call("act", "count")
+        call = asyncio.create_task(pool.call("act", "count"))
+        await asyncio.sleep(0)
+        time.sleep(1.0)
+        return await call
+
+    assert asyncio.run(main()) == 2
+    pool.close()
+
+
 def test_calls_run_side_by_side_while_the_loop_goes_on(file):
     """Two processes meet: each waits for what only the other one does."""
     (file.parent / "meet.py").write_text(

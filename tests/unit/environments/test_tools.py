@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.environments.chat.tool_use import MAX_RESULT, ToolTask, tool_of
+from pipelinerl.environments import ToolTask
+from pipelinerl.environments.chat.tool_use import MAX_RESULT, tool_of
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.tasks.calculator import Calculator
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError

@@ -90,7 +90,7 @@ class Maths(ProblemSet, QuestionTask):
         """Metrics: `right`, `boxed` and `judge_failed` are 1 or 0; `length_penalty` is at most 0."""
         text, expected, options = turn.text, problem.payload["answer"], self._options
         boxed = last_boxed(text)
-        number, is_marked = answer_in(text)
+        number, is_marked = answer_in(text) if self._judge is None or boxed is None else (None, True)
         marked = boxed is not None
         if self._judge is None:
             verdict = JudgeVerdict(number is not None and number == number_of(expected))

@@ -241,7 +241,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     workers: Annotated[int, Meta(ge=1)] = 2
     timeout_s: Annotated[float, Meta(gt=0)] = 10.0
-    retries: Annotated[int, Meta(ge=0)] = 2
+    retries: Annotated[int, Meta(ge=0)] = 0
     memory_mb: Annotated[int, Meta(ge=1)] = 1024
     writes: tuple[str, ...] | None = None
     start_timeout_s: Annotated[float, Meta(gt=0)] = 60.0

@@ -141,6 +141,7 @@ class Function(ProblemSet, QuestionTask):
         self._weights = dict(zip(specs, weights.values(), strict=True))
         others = {GROUP_REWARD: options.group_reward} if options.group_reward else {}
         self._functions = Functions(specs | others, options)
+        self.costs = self._functions.any_async
         pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")

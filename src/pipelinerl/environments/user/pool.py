@@ -166,10 +166,11 @@ def reward_pool(task: Task, kind: str, args: Mapping[str, Any], tokenizer: Token
         search=[str(place) for place in sys.path],
     )
     try:
-        limits = msgspec.convert({"start_timeout_s": START_TIMEOUT_S, **task.reward_limits}, Limits)
-        msgspec.json.encode(source)
-    except msgspec.ValidationError as error:
+        limits = msgspec.convert({"retries": 2, "start_timeout_s": START_TIMEOUT_S, **task.reward_limits}, Limits)
+    except (msgspec.ValidationError, TypeError) as error:
         raise EnvironmentSetupError(f"environment {kind}: its attribute reward_limits: {error}") from error
+    try:
+        msgspec.json.encode(source)
     except TypeError as error:
         raise EnvironmentSetupError(
             f"environment.args of {kind} are not JSON, so no other process can have them ({error}); use JSON, or set "
@@ -204,7 +205,10 @@ class _Worker(ChildProcess):
         Raises TimeoutError, MemoryError, or ChildProcessError if the process died or broke the protocol. The caller must
         kill the process after any of these.
         """
-        exchange = asyncio.ensure_future(self._exchange(msgspec.json.encode(call) + b"\n" if call else b""))
+        unsent = msgspec.json.encode(call) + b"\n" if call else b""
+        with suppress(OSError):  # at once: the process computes while the event loop is busy; `_exchange` meets errors again
+            unsent = unsent[self._socket.send(unsent) :]
+        exchange = asyncio.ensure_future(self._exchange(unsent))
         try:
             await asyncio.wait({exchange}, timeout=timeout_s)  # a reply counts also if the event loop comes late
             if not exchange.done():
@@ -239,7 +243,7 @@ class _Worker(ChildProcess):
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 while len(stack) < MAX_REPLY_BYTES and (received := await loop.sock_recv(self._socket, 1 << 16)):
                     stack += received
-        found = re.search(rf'{re.escape(file)}", line (\d+)'.encode(), stack)
+        found = re.search(rf'/{re.escape(file)}", line (\d+)'.encode(), stack)
         return f", in line {int(found[1])}" if found else ""
 
     def kill(self) -> None:
