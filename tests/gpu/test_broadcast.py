@@ -24,8 +24,13 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 )
 def test_each_version_gets_from_one_gpu_to_another(place: str, backend: str, arrives_on: str) -> None:
     with closing(Rig()) as rig:
-        sender = rig.sender(timeout_s=BOUND_S, bucket_bytes=1 << 16, device=torch.device("cuda:0"))
-        receiver = rig.receiver(sender, device=torch.device(place))
+        bounds = {
+            "timeout_s": BOUND_S,
+            "stall_s": BOUND_S / 2,
+            "join_timeout_s": BOUND_S,
+        }  # nccl's first start takes seconds
+        sender = rig.sender(**bounds, bucket_bytes=1 << 16, device=torch.device("cuda:0"))
+        receiver = rig.receiver(sender, device=torch.device(place), timeout_s=BOUND_S)
         for version in range(3):
             weights = named_weights(make_model("llama", seed=version).to("cuda:0"))
             digest = sender.send(version, weights)

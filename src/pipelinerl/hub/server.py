@@ -267,10 +267,9 @@ class HubServer:
         if self.failure is None:
             with self._failing():
                 self._grant()
-                readers = [one for one in self._connections if one.kind.reads]
-                for reader in sorted(readers, key=lambda one: not one.kind.follows):
-                    self._send_items(reader)  # the trainer first: it makes room for the preprocessor
                 for connection in self._connections:
+                    if connection.kind.reads:
+                        self._send_items(connection)
                     if connection.want is not None and self._hub.admission.may_take(connection.want).allowed:
                         connection.wire.send(wire.MayTake(connection.want))
                         connection.want = None

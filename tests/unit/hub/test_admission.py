@@ -86,7 +86,7 @@ def test_a_round_is_replaced_as_far_as_it_was_dropped() -> None:
     state.hand_over(1, rollouts=1)
     assert [claim(state, 1), claim(state, 0)] == [2, None]
     state.lose(1)
-    assert [claim(state, 0), claim(state, 1)] == [2, None]
+    assert [claim(state, 1), claim(state, 0)] == [2, None], "the next process of a number begins with nothing"
 
 
 @pytest.mark.parametrize("schedule", [ConventionalSchedule(2 * K, 1), AsyncSchedule(2 * K, 1)], ids=lambda s: s.name)

@@ -98,6 +98,16 @@ def test_a_sample_with_a_token_that_is_too_old_is_dropped_at_hand_or_when_it_com
     assert queue.position().ledger.below == 1, "group 0 is dealt with, and 1 is in hand"
 
 
+def test_the_latest_requirement_is_the_one_that_holds() -> None:
+    queue = Setup([make_group(0, versions=(0, 0)), make_group(1, versions=(4, 4))]).queue()
+    queue.require(5, "ess_guard")
+    queue.pull()
+    queue.require(0, "stale")
+    queue.pull()
+    assert queue.dropped == {"ess_guard": 3}
+    assert queue.queued == 3
+
+
 def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:
     config = PreprocessConfig(zero_advantage="drop")
     queue = Setup([make_group(0, rewards=(1.0, 1.0, 1.0)), make_group(1, rewards=(0.0, 2.0, 1.0))], config=config).queue()

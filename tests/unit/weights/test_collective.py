@@ -410,3 +410,12 @@ def test_receivers_say_which_gpu_they_have(
     sending.join()
     assert sender._backend == "gloo"
     assert why in caplog.text
+
+
+def test_the_last_update_can_be_taken_after_the_sender_closed(rig: Rig) -> None:
+    sender = rig.sender()
+    receiver = rig.receiver(sender)
+    eventually(lambda: sender._formed)
+    digest = sender.send(7, named_weights(Tied()))
+    sender.close()
+    assert checksum(taken(receiver).tensors) == digest
