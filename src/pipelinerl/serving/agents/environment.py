@@ -52,7 +52,10 @@ class AgentOptions(Options, frozen=True):
 
 
 class AgentEnvironment:
-    """An attempt is a call of a user function, which gets the address of an API served by the model in training."""
+    """An attempt is a call of a user function, which gets the address of an API served by the model in training.
+
+    All attempts run in one event loop.
+    """
 
     Options = AgentOptions
 
@@ -112,15 +115,15 @@ class AgentEnvironment:
         `async def` function run in one event loop, because the clients that they share belong to it. They can be cancelled.
         """
         async with self._places:
-            if self._agents_loop is not None:
-                result = asyncio.run_coroutine_threadsafe(self._function(*arguments), self._agents_loop)
-            else:
-                result = in_daemon_thread(partial(self._function, *arguments))
             try:
+                if self._agents_loop is not None:
+                    result = asyncio.run_coroutine_threadsafe(self._function(*arguments), self._agents_loop)
+                else:
+                    result = in_daemon_thread(partial(self._function, *arguments))
                 return await asyncio.wrap_future(result)
-            except (Exception, KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:  # it ends only this call
+            except BaseException as error:  # it ends only this call
                 task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                if isinstance(error, GeneratorExit) or (task is not None and task.cancelling()):
                     raise
                 known = isinstance(error, Exception)
                 why = describe(error, self._spec) if known else f"it raised {type(error).__name__}"

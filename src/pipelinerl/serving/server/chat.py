@@ -324,8 +324,9 @@ class StopStrings:
         if places:
             cut, self.found = min(places)
             return self._held[:cut]
-        begun = [size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size])]
-        cut = len(self._held) - max(begun, default=0)
+        held = len(self._held)
+        sizes = ((stop, size) for stop in self._stops for size in range(1, min(len(stop), held + 1)))
+        cut = held - max((size for stop, size in sizes if self._held.endswith(stop[:size])), default=0)
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
 

@@ -93,7 +93,7 @@ class VllmServer:
 
         During an update the known state is returned, without asking the server.
         """
-        info = self._known if self._updating.locked() else None
+        info = self._known if self._updating.locked() and not self._broken else None
         if info is None:
             info = await self._attach()
         in_progress = min(len(self._in_flight), info.slots)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +26,7 @@ from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from tests.unit.fake_engine_servers import request, wait_until
 from tests.unit.server_parts import byte_model, running
+from tests.unit.serving.server.test_server_app import PLAIN
 from tests.unit.weights.relay import Relay
 
 TIED = "lm_head.weight"
@@ -96,6 +99,26 @@ class Updates:
 async def updated(folder: Path) -> AsyncIterator[Updates]:
     async with running(folder) as (service, _):
         yield Updates(service, folder)
+
+
+async def test_an_answer_has_the_versions_of_its_tokens(tmp_path: Path) -> None:
+    async with running(tmp_path) as (service, client):
+        engine: Any = service.engine._engine
+        step = engine.step
+
+        def slow() -> Any:
+            time.sleep(0.005)
+            return step()
+
+        engine.step = slow
+        wants = PLAIN | {"max_tokens": 90, "ignore_eos": True, "return_weight_versions": True, "stop": "never there"}
+        asking = asyncio.create_task(client.json("/v1/completions", wants))
+        await wait_until(lambda: service.engine.progress.tokens_generated >= 3)
+        await Updates(service, tmp_path).take(1, 1)
+        (choice,) = (await asking)["choices"]
+    old, new = choice["weight_versions"]
+    assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 90)
+    assert old["end"] == new["start"] >= 3
 
 
 async def test_versions_rise_and_an_answer_that_was_lost_can_be_asked_for(tmp_path: Path) -> None:
