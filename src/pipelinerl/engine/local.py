@@ -338,7 +338,7 @@ class LocalEngine:
             logits_PV = logits_PV[source_n]
         table.flush()
         rows_n = np.array(row_n)
-        uniforms_n = uniforms(torch.from_numpy(table.keys[rows_n]), torch.from_numpy(table.counts[rows_n]))
+        uniforms_n = uniforms(table.keys[rows_n], table.counts[rows_n])
         ids_n, logprobs_n = (x.numpy(force=True) for x in self._draw(logits_PV, rows_n, uniforms_n))
         table.record(rows_n, ids_n, logprobs_n)
         self._steps_ahead = None

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipelinerl.models.state import GOLDEN, MIX_1, splitmix64
+from pipelinerl.models.state import GOLDEN, MIX_1, Bits, splitmix64
 
 Ints = npt.NDArray[np.int64]
 
@@ -105,7 +105,7 @@ def invert(weights_nV: Tensor, uniforms_nm: Tensor) -> tuple[Tensor, Tensor]:
 
 # ---- Random numbers: a function of (request, position), independent of the other requests in the batch
 
-_MOST_AHEAD = 4096
+_MOST_AHEAD = 1024
 
 
 def request_key(request_id: str, seed: int | None) -> int:
@@ -115,7 +115,7 @@ def request_key(request_id: str, seed: int | None) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
-def uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
+def uniforms(keys_n: Bits, positions_n: Bits) -> Tensor:
     """Uniform numbers in [0, 1) with 53 random bits, from a counter-based generator. The two shapes (int64) are broadcast.
 
     Applies SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) twice to key and position, so that the streams
@@ -123,7 +123,8 @@ def uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
     """
     mixed_n = splitmix64(keys_n + GOLDEN * (positions_n + 1))
     mixed_n = splitmix64(mixed_n ^ (keys_n * MIX_1))
-    return ((mixed_n >> 11) & (2**53 - 1)).double().mul_(2.0**-53)
+    bits_n = (mixed_n >> 11) & (2**53 - 1)
+    return torch.as_tensor(bits_n).double().mul_(2.0**-53)
 
 
 class StepsAhead:
@@ -136,15 +137,15 @@ class StepsAhead:
         """`counts_R`: tokens sampled so far; `positions_R`: where the next one goes in the cache."""
         self._steps = 8
         self._most_steps = max(8, _MOST_AHEAD // max(1, len(keys_R)))
-        self._keys_R, self._counts_R, self._positions_R = (torch.tensor(of) for of in (keys_R, counts_R, positions_R))
+        self._keys_R, self._counts_R, self._positions_R = keys_R.copy(), counts_R.copy(), positions_R.copy()
         self._prepared: list[tuple[Tensor, Tensor]] = []
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Positions and uniform numbers of the rows' next tokens."""
         if not self._prepared:
-            steps_S1 = torch.arange(self._steps - 1, -1, -1)[:, None]  # the next step is last, where `pop` takes it
+            steps_S1 = np.arange(self._steps)[::-1, None]  # the next step is last, where `pop` takes it
             drawn_SR = uniforms(self._keys_R, self._counts_R + steps_S1)
-            positions_SR = self._positions_R + steps_S1
+            positions_SR = torch.from_numpy(self._positions_R + steps_S1)
             self._prepared = list(zip(positions_SR.unbind(), drawn_SR.unbind(), strict=True))
             self._counts_R += self._steps
             self._positions_R += self._steps

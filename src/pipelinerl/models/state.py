@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -215,6 +217,8 @@ _BLOCK = 1 << 16  # words
 _WORD_BYTES = 4
 GOLDEN, MIX_1, MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """SplitMix64's constants as int64: products and sums of int64 wrap, so their bits are the same as with uint64."""
+Bits = TypeVar("Bits", Tensor, npt.NDArray[np.int64])
+"""64-bit numbers: of a device, or of NumPy, which is three times faster on a few of them."""
 
 
 def device_checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -257,7 +261,7 @@ def _words(piece_U8: Tensor) -> Tensor:
     return words.view(-1, min(_BLOCK, len(words)))
 
 
-def splitmix64(z: Tensor) -> Tensor:
+def splitmix64(z: Bits) -> Bits:
     """SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) of unsigned numbers, whose bits int64 holds."""
     for bits, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
         z = (z ^ ((z >> bits) & (2 ** (64 - bits) - 1))) * factor  # a shift of an int64 copies its sign

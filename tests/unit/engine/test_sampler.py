@@ -155,6 +155,7 @@ def test_random_numbers_are_those_of_their_definition_to_the_bit() -> None:
         first = splitmix64((key + 0x9E3779B97F4A7C15 * (position + 1)) % 2**64)
         expected.append((splitmix64(first ^ key * 0xBF58476D1CE4E5B9 % 2**64) >> 11) * 2.0**-53)
     assert uniforms(torch.tensor(keys), torch.tensor(positions)).tolist() == expected
+    assert uniforms(np.array(keys), np.array(positions)).tolist() == expected
 
 
 def test_seed_and_id_name_a_stream_of_their_own() -> None:

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,7 +107,7 @@ def _drawn_again(feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor,
         of_request = derive_seed(derive_seed(seed, one.group, one.attempt), one.turn)
         keys += [request_key("", of_request)] * feed.predicted
         tokens += range(feed.token, feed.token + feed.predicted)
-    drawn_N = uniforms(torch.tensor(keys), torch.tensor(tokens))
+    drawn_N = uniforms(np.array(keys), np.array(tokens))
     again_N, _ = sample(logprobs_NV, None, drawn_N.to(logprobs_NV.device))
     return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))
 
