@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from pipelinerl.checkpoint import CheckpointState, write_state
 from pipelinerl.cli import main
 from pipelinerl.errors import CheckpointError, EnvironmentSetupError, RunDirectoryError, RunInterruptedError
+from pipelinerl.report.series import read_summary
 from pipelinerl.trainer import Trainer
 from tests.integration.runs import (
     assert_conserved,
@@ -119,6 +120,10 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFix
     assert error.count("\n") == 1
     assert "already has a run" in error
     assert {name: (run_dir / name).read_bytes() for name in before} == before
+    (run_dir / "summary.json").write_text("{")
+    written = resume(run_dir)
+    assert written["version"] == 2
+    assert read_summary(run_dir) == written
 
 
 def test_a_resume_that_fails_leaves_the_settings_and_the_records_as_they_were(tmp_path: Path) -> None:

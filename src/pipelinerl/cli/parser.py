@@ -68,13 +68,13 @@ class Commands:
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options of the command, and the run-file settings. Raises UserError."""
         own, settings = self.split(arguments)
-        options = self.root.parse_args(own)
-        command = options.command or "without a command"
+        command = next((argument for argument in own if argument in self.parsers), "without a command")
+        keys = command in self.parsers and self.parsers[command].get_default("keys")
         for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
             hint = OLD_NAMES.get(f"{command} {flag}")
-            if hint or not (options.command and options.keys):
+            if hint or not keys:
                 raise UserError(f"pipelinerl {command} has no flag {flag} ({hint or 'see `pipelinerl --help`'})")
-        return options, settings
+        return self.root.parse_args(own), settings
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split into arguments for argparse and run-file settings (`--key value`, `--key=value`, `--switch`).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -126,7 +126,10 @@ def _train_session(
         if plan.version >= config.trainer.steps:
             from pipelinerl.report.series import read_summary  # noqa: PLC0415 - only at the goal
 
-            if (reached := read_summary(run.root)) is not None and reached.get("status") == FINISHED:
+            reached = None
+            with suppress(RunDirectoryError):  # a damaged one is written again
+                reached = read_summary(run.root)
+            if reached is not None and reached.get("status") == FINISHED:
                 print(f"{run.root} has reached its goal of {config.trainer.steps} steps; raise --trainer.steps to continue")
                 return reached
         plan = msgspec.structs.replace(

@@ -50,11 +50,14 @@ class RunLock:
     def _try_lock(self) -> bool:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # some file systems have no locks
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                raise
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):  # held; which of them depends on the file system
+                return False
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):  # some file systems have no locks
+                os.close(self.fd)
+                raise RunDirectoryError(
+                    f"{self.run.root} can't be locked: {error.strerror}; choose a --run_dir elsewhere"
+                ) from error
         return True
 
     def _holder_alive(self) -> bool:

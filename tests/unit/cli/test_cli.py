@@ -68,6 +68,7 @@ def test_version_and_help(capsys: Capture) -> None:
         (["train", "--metrics.plot", "run.yaml"], "--metrics.plot: 'run.yaml' is not allowed here; this takes true"),
         (["train", "--resum", "x"], "unknown flag --resum; did you mean `--resume`?"),
         (["train", "--verbose"], "pipelinerl train has no flag --verbose (the table at the end always has all rows)"),
+        (["browse", "--evaluations", "x"], "has no flag --evaluations (read rollouts/evaluation-*.jsonl of the run"),
         (["train", "--resume"], "argument --resume: expected one argument"),
         (["config", "--resume", "x"], "--resume: unknown key; `pipelinerl config` prints all keys"),
     ],

@@ -13,7 +13,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch import run as run_module
 from pipelinerl.launch.hosts.embedded import logging_to
-from pipelinerl.launch.run_lock import errors_explained
+from pipelinerl.launch.run_lock import RunLock, errors_explained
 from pipelinerl.resources.memory import MemoryCheck
 from pipelinerl.run_directory import RunDirectory
 
@@ -43,3 +43,36 @@ def test_a_log_on_a_full_disk_says_nothing_on_the_terminal(tmp_path: Path, capfd
     with logging_to(run):
         logging.getLogger("pipelinerl.actor").warning("a rollout is dropped")
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_last_of_runs_in_several_threads_gives_the_log_back(tmp_path: Path) -> None:
+    logger, runs = logging.getLogger("pipelinerl"), [RunDirectory(tmp_path / name) for name in "ab"]
+    before = (logger.level, logger.propagate)
+    first, second = (logging_to(run) for run in runs)
+    for run, log in zip(runs, (first, second), strict=True):
+        run.make_folders()
+        log.__enter__()
+    first.__exit__(None, None, None)
+    assert (logger.level, logger.propagate) == (logging.INFO, False)
+    second.__exit__(None, None, None)
+    assert (logger.level, logger.propagate) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.EINVAL, "can't be locked: Invalid argument"), (errno.EACCES, "is in use"), (errno.ENOLCK, "")],
+)
+def test_what_a_file_system_answers_to_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("pipelinerl.launch.run_lock.DYING_PATIENCE_S", 0.0)
+    (tmp_path / ".lock").write_text("1")  # a process that lives
+    if message:
+        with pytest.raises(RunDirectoryError, match=message):
+            RunLock(RunDirectory(tmp_path))
+    else:
+        RunLock(RunDirectory(tmp_path)).close()

@@ -73,7 +73,7 @@ def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -
     starting(hub.board, [TRAINER], "loads the model")
     policy = load_policy(session)
     reader = DirectReader(hub, make_preprocessor(session.config, policy.lora).process)
-    with open_trainer(session, hub.board, policy, reader, sender) as trainer:
+    with closing(sender), open_trainer(session, hub.board, policy, reader, sender) as trainer:
 
         def after_iteration() -> None:
             nonlocal looked_s
@@ -124,6 +124,10 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 class _Log(logging.FileHandler):
+    """`before`: level and propagation of the package's logger before the first of the runs that write logs now."""
+
+    before: tuple[int, bool]
+
     def handleError(self, record: logging.LogRecord) -> None:
         """A line is lost on a full disk. The run's records say that it is full."""
 
@@ -133,7 +137,8 @@ def logging_to(run: RunDirectory) -> Iterator[None]:
     """Write this package's log to a file while inside, as separate processes do: the terminal belongs to the view."""
     logger, handler = logging.getLogger("pipelinerl"), _Log(run.log("embedded"))
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    level = logger.level
+    others = [other for other in logger.handlers if isinstance(other, _Log)]  # of runs in other threads
+    handler.before = others[0].before if others else (logger.level, logger.propagate)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -141,7 +146,8 @@ def logging_to(run: RunDirectory) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = not any(isinstance(other, _Log) for other in logger.handlers)  # of runs that began later
+        if not any(isinstance(other, _Log) for other in logger.handlers):
+            logger.setLevel(handler.before[0])
+            logger.propagate = handler.before[1]
         with suppress(OSError):
             handler.close()

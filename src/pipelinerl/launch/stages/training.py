@@ -66,7 +66,8 @@ def run_training(session: Session, hub: HubClient) -> None:
             reader = HubReader(hub, Prepared)
         else:
             reader = HubReader(hub, Group, prepare=make_preprocessor(config, policy.lora).process)
-        sender, files = _sender(session, hub, stopping.is_set), partial(RecordLines, hub, session.run.root)
+        sender = stack.enter_context(closing(_sender(session, hub, stopping.is_set)))
+        files = partial(RecordLines, hub, session.run.root)
         opened = open_trainer(session, hub, policy, reader, sender, lines=files, settle=hub.require_sync)
         trainer = stack.enter_context(opened)
         try:
@@ -221,8 +222,8 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """The trainer of `policy`, with the state of its checkpoint. It publishes that it failed if the block does.
 
-    `sender` is closed at the end. `record` gets the metrics, in place of the run's file. `settle` waits until all that was
-    written is there, before a checkpoint.
+    `record` gets the metrics, in place of the run's file. `settle` waits until all that was written is there, before a
+    checkpoint.
     """
     config, run, checkpoint = session.config, session.run, policy.checkpoint
     learner = policy.learner(config)
@@ -240,7 +241,6 @@ def open_trainer(
         begin()
     queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
     with (
-        closing(sender),
         lines(run.metrics) as metrics,
         lines(run.trained) as trained,
         lines(run.published) as published,
