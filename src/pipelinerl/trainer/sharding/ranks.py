@@ -24,9 +24,9 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipelinerl.channel import POLL_S, ProtocolError
+from pipelinerl.channel.rendezvous import Rendezvous, gloo_group, join_store, prove_members, serve_store
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError, UserError
-from pipelinerl.rendezvous import Rendezvous, gloo_group, join_store, prove_members, serve_store
 from pipelinerl.types import Segment, TrainingSample
 
 _ANY_TIME = timedelta(days=1000)

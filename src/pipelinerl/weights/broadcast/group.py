@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
+from pipelinerl.channel.rendezvous import Rendezvous, gloo_group, prove_members
 from pipelinerl.errors import BroadcastEndedError, WeightUpdateError, first_line
 from pipelinerl.hub import wire
-from pipelinerl.rendezvous import Rendezvous, gloo_group, prove_members
 from pipelinerl.weights.layout import Layout
 
 PROTOCOL = "pipelinerl-weights-10"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, distributed
 
 from pipelinerl.channel import ProtocolError
+from pipelinerl.channel.rendezvous import Rendezvous, join_store
 from pipelinerl.errors import INVALID_DATA, BroadcastEndedError, PipelineRLError, WeightUpdateError
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages, WeightUpdate
-from pipelinerl.rendezvous import Rendezvous, join_store
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.weights.broadcast.group import (
     FAILED,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pipelinerl.channel import listen
+from pipelinerl.channel.rendezvous import Rendezvous, serve_store
 from pipelinerl.errors import INVALID_DATA, BroadcastEndedError, PipelineRLError, WeightUpdateError
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
-from pipelinerl.rendezvous import Rendezvous, serve_store
 from pipelinerl.types import Encoding, WeightTransfer
 from pipelinerl.weights.broadcast.group import (
     FAILED,

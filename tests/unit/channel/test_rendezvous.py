@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from pipelinerl.channel import ProtocolError, listen
-from pipelinerl.rendezvous import Rendezvous, gloo_group, join_store, prove_members, serve_store
+from pipelinerl.channel.rendezvous import Rendezvous, gloo_group, join_store, prove_members, serve_store
 
 KEY, BOUND_S = "the key of the run", 10.0
 _distributed: Any = distributed

@@ -1,6 +1,7 @@
 """Authenticated connections between processes of a run, what listens for them, and addresses. Does not import torch.
 
 Both ends prove by HMAC that they know the key of the run, as in `multiprocessing.connection`. Nothing is unpickled.
+`rendezvous` uses these connections for groups of torch.distributed.
 """
 
 from __future__ import annotations
