@@ -16,9 +16,9 @@ from pipelinerl.config.load import config_of_values
 from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig, Section
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.resources.machine import memory_of
-from pipelinerl.resources.memory import bytes_by, predict, shape_of
+from pipelinerl.resources.memory import bytes_by, predict
 from pipelinerl.resources.placement import Node, place, roles_of
-from pipelinerl.resources.shape import ModelShape
+from pipelinerl.resources.shape import ModelShape, shape_of
 from pipelinerl.types import MAX_RECEIVERS
 
 FILLED = 0.9

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import ModelLoadError, UserError
-from pipelinerl.models.folder import downloaded, find_model
+from pipelinerl.errors import UserError
 from pipelinerl.resources.machine import Memory, memory_of
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, on_gpus, rank_roles, server_roles
-from pipelinerl.resources.shape import ModelShape, read_shape
+from pipelinerl.resources.shape import ModelShape, shape_of
 
 HOST = "cpu"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -202,26 +200,11 @@ def check_memory(config: RunConfig) -> MemoryCheck:
     return judge(uses)
 
 
-def shape_of(config: RunConfig) -> ModelShape | None:
-    """The sizes of the run's model: a folder, or a hub id whose files are all downloaded; None if they are not known.
-
-    Raises ModelLoadError if there is no model.
-    """
-    path = find_model(config.model.path)
-    folder = path if Path(path).is_dir() else downloaded(path)
-    try:
-        return None if folder is None else read_shape(Path(folder))
-    except ModelLoadError:
-        if folder == path:
-            raise
-        return None  # missing files are downloaded when the model is loaded
-
-
 def judge(uses: Sequence[Use], memory_of: Callable[[str], Memory | None] = memory_of) -> MemoryCheck:
     """Compare the prediction with the memory of the machine.
 
     Raises UserError only for a run that can't fit: if it exceeds the total memory of a device while all sequences are short.
-    Warns if it may exceed the total memory, or the memory that other processes leave now.
+    Warns if it exceeds the memory that other processes leave now, or may do so with long sequences.
     """
     sums, warnings = [], []
     for device in sorted({use.device for use in uses}):
@@ -235,7 +218,7 @@ def judge(uses: Sequence[Use], memory_of: Callable[[str], Memory | None] = memor
         table = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in largest)
         advice = [*dict.fromkeys(ADVICE[name] for name, _ in largest if name in ADVICE), "set model.dtype to bfloat16"]
         needs = f"needs at least {least / 1e9:.1f} GB of memory{on}"
-        if least <= memory.total:
+        if least <= memory.free:
             needs = f"may need {most / 1e9:.1f} GB of memory{on} if prompts and answers are as long as they may be"
         line = (
             f"the run {needs}, and there are {memory.total / 1e9:.1f} GB, of which {memory.free / 1e9:.1f} GB are free now "

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from pipelinerl.config.schema import LONGEST_SLOT
+from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
 from pipelinerl.errors import INVALID_DATA, ModelLoadError, first_line
+from pipelinerl.models.folder import downloaded, find_model
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -56,6 +57,21 @@ class ModelShape:
     def slot_length(self, asked: int | None) -> int:
         """Longest prompt + completion of a slot, in tokens: `asked`, or else the model's maximum, at most `LONGEST_SLOT`."""
         return asked or min(self.max_length or LONGEST_SLOT, LONGEST_SLOT)
+
+
+def shape_of(config: RunConfig) -> ModelShape | None:
+    """The sizes of the run's model: a folder, or a hub id whose files are all downloaded; None if they are not known.
+
+    Raises ModelLoadError if there is no model.
+    """
+    path = find_model(config.model.path)
+    folder = path if Path(path).is_dir() else downloaded(path)
+    try:
+        return None if folder is None else read_shape(Path(folder))
+    except ModelLoadError:
+        if folder == path:
+            raise
+        return None  # missing files are downloaded when the model is loaded
 
 
 def read_shape(folder: Path) -> ModelShape | None:
