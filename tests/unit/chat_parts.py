@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.types import Completion, SamplingParams, TokenEvent, spans_from_versions
+from pipelinerl.types import Completion, FinishReason, SamplingParams, TokenEvent
 from tests.parity.models import tiny_llama
+from tests.unit.group_parts import completion
 from tests.unit.scripted_engine import STOP
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -117,15 +117,9 @@ class SamplingClient:
         ids = tuple(self.script(prompt_ids))[: max_tokens or self.sampling.max_tokens]
         self.prompts.append(tuple(prompt_ids))
         self.limits.append(max_tokens)
-        completion = Completion(
-            request_id=f"t{len(self.completions)}",
-            token_ids=ids,
-            logprobs=(-0.5,) * len(ids),
-            weight_versions=spans_from_versions([0] * len(ids)),
-            finish_reason="stop" if ids[-1:] == (self._end_id,) else "length",
-        )
-        self.completions.append(completion)
-        return completion
+        reason: FinishReason = "stop" if ids[-1:] == (self._end_id,) else "length"
+        self.completions.append(completion(ids, name=f"t{len(self.completions)}", reason=reason))
+        return self.completions[-1]
 
     async def stream(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> AsyncIterator[TokenEvent]:
         whole = await self.generate(prompt_ids, max_tokens=max_tokens)
@@ -135,13 +129,8 @@ class SamplingClient:
                 yield TokenEvent(whole.request_id, seen - 1, token_id, -0.5, 0)
         finally:
             if seen < len(whole.token_ids):
-                self.completions[self.completions.index(whole)] = msgspec.structs.replace(
-                    whole,
-                    token_ids=whole.token_ids[:seen],
-                    logprobs=whole.logprobs[:seen],
-                    weight_versions=spans_from_versions([0] * seen),
-                    finish_reason="cancelled",
-                )
+                cut = completion(whole.token_ids[:seen], name=whole.request_id, reason="cancelled")
+                self.completions[self.completions.index(whole)] = cut
 
 
 def write_model(folder: Path, positions: int = 1024) -> Path:

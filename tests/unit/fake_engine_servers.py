@@ -11,7 +11,8 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.serving.client.adapter import Bounds, ServerUnreachableError, TokenListener
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
-from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, UpdateReceipt, VersionSpan
+from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, UpdateReceipt
+from tests.unit.group_parts import completion
 
 VOCABULARY = 50
 
@@ -30,14 +31,9 @@ def request(name: str, tokens: int = 5, *, stream: bool = False, **sampling: Any
 def completion_of(request: GenerationRequest, version: int = 0, offset: int = 0) -> Completion:
     """`max_tokens` tokens that follow from the prompt alone (and `offset`)."""
     count = request.sampling.max_tokens
-    tokens = tuple((sum(request.prompt_ids) + offset + index) % VOCABULARY for index in range(count))
-    return Completion(
-        request_id=request.id,
-        token_ids=tokens,
-        logprobs=tuple(-(index + 1) / 8 for index in range(count)),
-        weight_versions=(VersionSpan(version, 0, count),),
-        finish_reason="length",
-    )
+    tokens = [(sum(request.prompt_ids) + offset + index) % VOCABULARY for index in range(count)]
+    logprobs = [-(index + 1) / 8 for index in range(count)]
+    return completion(tokens, logprobs, version, name=request.id, reason="length")
 
 
 FAST = Bounds(startup_s=0.2, health_every_s=0.01, refused_s=0.05, silent_s=0.2, update_s=0.3, tries=8)

@@ -12,7 +12,8 @@ from pipelinerl.actor.difficulty import OnlineFilter
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import OnlineFilterConfig
 from pipelinerl.errors import ConfigError, RunDirectoryError
-from pipelinerl.types import Group, GroupLedger, Problem, Rollout
+from pipelinerl.types import GroupLedger, Rollout
+from tests.unit.group_parts import group
 
 SOLVED, FAILED, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 
@@ -24,11 +25,11 @@ def made(seed: int = 0, **config: float) -> OnlineFilter:
 def test_a_problem_is_skipped_more_often_with_each_group_of_equal_rewards_and_always_comes_back() -> None:
     skips = made(keep=0.5, at_least=0.1)
     turns = range(10_000)
-    for group, (rewards, expected) in enumerate(
+    for number, (rewards, expected) in enumerate(
         [(None, 1.0), (SOLVED, 0.5), (FAILED, 0.25), (SOLVED, 0.125), *[(SOLVED, 0.1)] * 3]
     ):
         if rewards:
-            skips.observe(group, "p", rewards)
+            skips.observe(number, "p", rewards)
         found = [skips.decide(index, "p") for index in turns]
         assert found.count(None) / len(turns) == pytest.approx(expected, abs=0.02)
         assert {skip.probability for skip in found if skip} <= {expected}, "what is recorded is what was drawn with"
@@ -38,9 +39,8 @@ def test_a_problem_is_skipped_more_often_with_each_group_of_equal_rewards_and_al
 
 
 def recorded(index: int, problem: str, rewards: list[float]) -> bytes:
-    rollouts = tuple(Rollout(turns=(), reward=reward) for reward in rewards)
-    group = Group(index=index, problem=Problem(id=problem, payload={}), rollouts=rollouts, started=len(rewards))
-    return msgspec.json.encode(group) + b"\n"
+    rollouts = [Rollout(turns=(), reward=reward) for reward in rewards]
+    return msgspec.json.encode(group(index, rollouts, problem)) + b"\n"
 
 
 def test_only_groups_that_a_resume_keeps_are_read_and_of_two_with_the_same_index_the_later_one(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.types import Completion, Group, Problem, Rollout, Turn, VersionSpan
+from pipelinerl.types import Group, Rollout, Turn
+from tests.unit import group_parts
 
 
 class Bytes:
@@ -27,19 +28,15 @@ class Bytes:
 def turn(prompt: str, text: str, *spans: tuple[int, int], end: bool = True) -> Turn:
     """`spans`: (version, how many tokens); the rest is the last version's."""
     ids = (*text.encode(), *([256] if end else []))
-    made, start = [], 0
-    for number, (version, count) in enumerate(spans or ((0, len(ids)),)):
-        stop = len(ids) if number == len(spans or (0,)) - 1 else start + count
-        made.append(VersionSpan(version, start, stop))
-        start = stop
-    completion = Completion(
-        request_id="r",
-        token_ids=ids,
-        logprobs=tuple(-0.01 if i % 2 else -3.0 for i in range(len(ids))),
-        weight_versions=tuple(made),
-        finish_reason="stop" if end else "length",
+    versions = [version for version, count in spans for _ in range(count)] + [spans[-1][0] if spans else 0] * len(ids)
+    return group_parts.turn(
+        prompt.encode(),
+        ids,
+        [-0.01 if i % 2 else -3.0 for i in range(len(ids))],
+        versions[: len(ids)],
+        reason="stop" if end else "length",
+        text=text,
     )
-    return Turn(prompt_ids=tuple(prompt.encode()), completion=completion, text=text)
 
 
 def rollout(group: int, attempt: int, reward: float, *turns: Turn, **metrics: float) -> Rollout:
@@ -47,10 +44,7 @@ def rollout(group: int, attempt: int, reward: float, *turns: Turn, **metrics: fl
 
 
 def group(index: int, *rollouts: Rollout, question: str = "2+3=", dropped: dict[str, int] | None = None) -> Group:
-    lost = dropped or {}
-    started = len(rollouts) + sum(lost.values())
-    problem = Problem(id=f"sum/{index}", payload={"question": question})
-    return Group(index=index, problem=problem, rollouts=rollouts, started=started, dropped=lost)
+    return group_parts.group(index, rollouts, f"sum/{index}", {"question": question}, dropped=dropped)
 
 
 def some_groups() -> list[Group]:

@@ -9,7 +9,8 @@ from pipelinerl.cli.parser import Commands
 from pipelinerl.experiments.planner.calibration import Calibration
 from pipelinerl.files import JsonLines
 from pipelinerl.resources.machine import Machine
-from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
+from pipelinerl.types import FinishReason, Group, Rollout, Turn
+from tests.unit import group_parts
 
 CALIBRATION = Calibration(
     machine=Machine(cpu="a processor", cores=8, memory_gib=4.0, system="Linux", versions={}),
@@ -33,21 +34,14 @@ CALIBRATION = Calibration(
 
 
 def turn(length: int, *, versions: Sequence[int] = (), prompt: int = 5, reason: FinishReason = "stop") -> Turn:
-    completion = Completion(
-        request_id="r",
-        token_ids=(1,) * length,
-        logprobs=(0.0,) * length,
-        weight_versions=spans_from_versions(versions or (0,) * length),
-        finish_reason=reason,
-    )
-    return Turn(prompt_ids=(2,) * prompt, completion=completion)
+    return group_parts.turn((2,) * prompt, (1,) * length, 0.0, versions or 0, reason=reason)
 
 
 def group(index: int, *attempts: Sequence[Turn], rewards: Iterable[float] = ()) -> Group:
     """A group with the turns of each attempt. `rewards` are 0 unless given."""
     given = list(rewards) or [0.0] * len(attempts)
-    rollouts = tuple(Rollout(turns=tuple(turns), reward=reward) for turns, reward in zip(attempts, given, strict=True))
-    return Group(index=index, problem=Problem("p", {}), rollouts=rollouts, started=len(rollouts))
+    made = [Rollout(turns=tuple(turns), reward=reward) for turns, reward in zip(attempts, given, strict=True)]
+    return group_parts.group(index, made)
 
 
 def write_rollouts(run_dir: Path, groups: Iterable[Group]) -> Path:

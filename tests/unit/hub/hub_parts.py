@@ -16,32 +16,18 @@ from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.stream import FileStream, GroupStream
 from pipelinerl.schedule import PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.types import (
-    Completion,
-    Group,
-    GroupLedger,
-    Problem,
-    Rollout,
-    StageStatus,
-    TrainerProgress,
-    Turn,
-    VersionSpan,
-)
+from pipelinerl.types import Group, GroupLedger, Rollout, StageStatus, TrainerProgress
+from tests.unit.group_parts import group as make_group
+from tests.unit.group_parts import turn
 
 K = 4
 
 
 def group(index: int, version: int = 0, rollouts: int = K, *, size: int = K, text: str = "") -> Group:
-    completion = Completion(
-        request_id="", token_ids=(1,), logprobs=(0.0,), weight_versions=(VersionSpan(version, 0, 1),), finish_reason="stop"
-    )
-    attempts = tuple(
-        Rollout(turns=(Turn(prompt_ids=(1,), completion=completion),), reward=1.0, id=f"g{index}.a{number}", attempt=number)
-        for number in range(rollouts)
-    )
-    problem = Problem(id=str(index), payload={"text": text})
+    turns = (turn((1,), (1,), 0.0, version),)
+    made = [Rollout(turns=turns, reward=1.0, id=f"g{index}.a{number}", attempt=number) for number in range(rollouts)]
     dropped = {"timeout": size - rollouts} if rollouts < size else {}
-    return Group(index=index, problem=problem, rollouts=attempts, started=size, dropped=dropped, started_version=version)
+    return make_group(index, made, str(index), {"text": text}, dropped=dropped, version=version)
 
 
 def trainer_status(version: int = 0, trained: int = 0, **counts: object) -> StageStatus:

@@ -13,32 +13,24 @@ from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.preprocess.preprocessor import advantages
-from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Segment, Turn, spans_from_versions
+from pipelinerl.types import FinishReason, Rollout, Segment, Turn
+from tests.unit.group_parts import group, turn
 
 
 def rollout(name: str, reward: float, length: int = 3, finish: FinishReason = "stop", turns: int = 1) -> Rollout:
     """`turns` unrelated turns, each with a completion of `length` tokens; the last one ends with `finish`."""
-    return Rollout(
-        id=name,
-        reward=reward,
-        turns=tuple(
-            Turn(
-                prompt_ids=(100 + number, 101),
-                completion=Completion(
-                    request_id=f"{name}/{number}",
-                    token_ids=tuple(range(length)),
-                    logprobs=tuple(-0.1 * (i + 1) for i in range(length)),
-                    weight_versions=spans_from_versions([4 + number] * length),
-                    finish_reason=finish if number == turns - 1 else "stop",
-                ),
-            )
-            for number in range(turns)
-        ),
+    parts = tuple(
+        turn(
+            (100 + number, 101),
+            range(length),
+            [-0.1 * (i + 1) for i in range(length)],
+            4 + number,
+            name=f"{name}/{number}",
+            reason=finish if number == turns - 1 else "stop",
+        )
+        for number in range(turns)
     )
-
-
-def group(*rollouts: Rollout, index: int = 9) -> Group:
-    return Group(index=index, problem=Problem(id="p", payload={}), rollouts=rollouts, started=len(rollouts))
+    return Rollout(id=name, reward=reward, turns=parts)
 
 
 CUT_THEN_FINISHED = rollout("x", 0.0, 2, "length").turns + rollout("y", 0.0, 2).turns
@@ -84,7 +76,7 @@ def test_each_rollout_is_kept_or_dropped_for_one_reason(
     settings: dict[str, Any], rollouts: Sequence[Rollout], kept: dict[str, float], dropped: dict[str, tuple[int, ...]]
 ) -> None:
     measured = [msgspec.structs.replace(one, metrics={one.id: 1.0}) for one in rollouts]
-    prepared = Preprocessor(PreprocessConfig(**settings)).process(group(*measured))
+    prepared = Preprocessor(PreprocessConfig(**settings)).process(group(9, measured))
     assert all(sample.metrics == {sample.id: 1.0} and sample.group_index == 9 for sample in prepared.samples)
     assert {sample.id: sample.advantage for sample in prepared.samples} == kept
     assert [sample.finished for sample in prepared.samples] == [
@@ -114,7 +106,7 @@ def test_every_rollout_ends_in_a_sample_or_in_one_count(
     attempts: list[tuple[float, int, FinishReason, int]], config: PreprocessConfig, score: bool
 ) -> None:
     made = [rollout(str(i), *attempt) for i, attempt in enumerate(attempts)]
-    prepared = Preprocessor(config, TableScorer() if score else None).process(group(*made))
+    prepared = Preprocessor(config, TableScorer() if score else None).process(group(9, made))
     assert len(prepared.samples) + sum(prepared.dropped.values()) == len(made)
     assert [sample.id for sample in prepared.samples] == sorted(sample.id for sample in prepared.samples)
     expected = advantages([item.reward for item in made], baseline=config.advantage, normalize_std=config.normalize_std)
@@ -128,7 +120,7 @@ def test_the_reference_scores_all_kept_segments_in_one_call() -> None:
     scorer = TableScorer()
     config = PreprocessConfig(overlong="drop")
     prepared = Preprocessor(config, scorer).process(
-        group(rollout("a", 1.0, turns=2), rollout("b", 0.0, 9, "length"), rollout("c", 0.0, 2))
+        group(9, [rollout("a", 1.0, turns=2), rollout("b", 0.0, 9, "length"), rollout("c", 0.0, 2)])
     )
     (segments,) = scorer.calls
     assert segments == [segment for sample in prepared.samples for segment in sample.segments]
@@ -141,6 +133,6 @@ def test_the_reference_scores_all_kept_segments_in_one_call() -> None:
 def test_errors_name_the_group_and_the_rollout() -> None:
     bad = Rollout(id="g9/a3", turns=(Turn(prompt_ids=(), completion=rollout("x", 0).turns[0].completion),), reward=1.0)
     with pytest.raises(RolloutError, match=r"group 9, rollout 'g9/a3': turn 0 \(request x/0\) has an empty prompt"):
-        Preprocessor(PreprocessConfig()).process(group(rollout("a", 1.0), bad))
+        Preprocessor(PreprocessConfig()).process(group(9, [rollout("a", 1.0), bad]))
     with pytest.raises(RolloutError, match="group 9: reward nan"):
-        Preprocessor(PreprocessConfig()).process(group(rollout("a", float("nan"))))
+        Preprocessor(PreprocessConfig()).process(group(9, [rollout("a", float("nan"))]))

@@ -9,22 +9,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import RolloutError
 from pipelinerl.preprocess.preprocessor import join_turns
-from pipelinerl.types import Completion, Segment, Turn, VersionSpan, spans_from_versions
-
-
-def turn(
-    prompt: list[int], completion: list[int], logprobs: list[float] | None = None, versions: list[int] | None = None
-) -> Turn:
-    return Turn(
-        prompt_ids=tuple(prompt),
-        completion=Completion(
-            request_id="r",
-            token_ids=tuple(completion),
-            logprobs=tuple([-0.5] * len(completion) if logprobs is None else logprobs),
-            weight_versions=spans_from_versions([0] * len(completion) if versions is None else versions),
-            finish_reason="stop",
-        ),
-    )
+from pipelinerl.types import Segment, Turn, VersionSpan, spans_from_versions
+from tests.unit.group_parts import turn
 
 
 def test_a_turn_that_continues_extends_the_segment_with_context_and_completion() -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.serving.client.adapter import TokenListener
-from pipelinerl.types import Completion, GenerationRequest, TokenEvent, VersionSpan
+from pipelinerl.types import Completion, GenerationRequest, TokenEvent
 from tests.contract import test_generation as contract
 from tests.contract.conftest import Subject
 from tests.unit.fake_engine_servers import VOCABULARY, FakeServer
+from tests.unit.group_parts import completion
 
 
 class Server(FakeServer):
@@ -54,13 +55,7 @@ class Server(FakeServer):
         stopped = bool(set(tokens) & set(sampling.stop_token_ids))
         if (self.fault == "stop left out" and stopped) or (self.fault == "short" and len(tokens) > 1):
             tokens.pop()
-        return Completion(
-            request_id=request.id,
-            token_ids=tuple(tokens),
-            logprobs=(logprob,) * len(tokens),
-            weight_versions=(VersionSpan(self.version, 0, len(tokens)),),
-            finish_reason="stop" if stopped else "length",
-        )
+        return completion(tokens, logprob, self.version, name=request.id, reason="stop" if stopped else "length")
 
 
 def run(server: Server, *names: str) -> None:

@@ -15,8 +15,8 @@ from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.trainer.queue import Drops, SampleQueue
-from pipelinerl.types import Completion, Group, GroupLedger, Problem, Rollout, Turn, spans_from_versions
-from tests.unit.group_stream import GroupStream
+from pipelinerl.types import Group, GroupLedger, Rollout
+from tests.unit.group_parts import GroupStream, group, turn
 
 
 def make_group(index: int, size: int = 3, versions: Sequence[int] = (0, 0), rewards: Sequence[float] | None = None) -> Group:
@@ -24,18 +24,11 @@ def make_group(index: int, size: int = 3, versions: Sequence[int] = (0, 0), rewa
     rollouts = []
     for attempt in range(size):
         tokens = [*versions, *[versions[-1]] * attempt]
-        completion = Completion(
-            request_id=f"{index}/{attempt}",
-            token_ids=tuple(range(len(tokens))),
-            logprobs=(-1.0,) * len(tokens),
-            weight_versions=spans_from_versions(tokens),
-            finish_reason="stop",
-        )
         reward = float(attempt) if rewards is None else rewards[attempt]
-        turn = Turn(prompt_ids=(1, 2), completion=completion)
-        rollouts.append(Rollout(turns=(turn,), reward=reward, id=f"{index}/{attempt}", attempt=attempt))
-    problem = Problem(id=str(index), payload={})
-    return Group(index=index, problem=problem, rollouts=tuple(rollouts), started=size)
+        name = f"{index}/{attempt}"
+        turns = (turn((1, 2), range(len(tokens)), -1.0, tokens, name=name),)
+        rollouts.append(Rollout(turns=turns, reward=reward, id=name, attempt=attempt))
+    return group(index, rollouts)
 
 
 @dataclass
@@ -48,8 +41,8 @@ class Setup:
 
     def queue(self, position: QueuePosition | None = None, counts: QueueCounts | None = None) -> SampleQueue:
         self.reader = GroupStream(Preprocessor(self.config).process)
-        for group in self.groups:
-            self.reader.write(group)
+        for each in self.groups:
+            self.reader.write(each)
         queue = SampleQueue(self.reader, by_index=self.by_index, position=position, counts=counts)
         if position is not None:
             self.reader.read(position.offset)  # a resumed stream starts at its committed offset

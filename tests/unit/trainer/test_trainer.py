@@ -28,12 +28,12 @@ from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
 from pipelinerl.trainer.status import TrainedRecord
-from pipelinerl.types import Group, Problem, Rollout, StageStatus, TrainerProgress, Turn
+from pipelinerl.types import Group, Rollout, StageStatus, TrainerProgress, Turn
 from pipelinerl.weights.receiving import Receiver
 from pipelinerl.weights.sending import MemoryWeightSender
 from tests.parity.models import tiny_llama
 from tests.unit.engine.engine_parts import request
-from tests.unit.group_stream import GroupStream
+from tests.unit.group_parts import GroupStream, group
 from tests.unit.test_checkpoint import make_tokenizer
 
 K = 4
@@ -65,7 +65,7 @@ class Engine:
             turn = Turn(prompt_ids=PROMPT, completion=msgspec.structs.replace(exact, logprobs=tuple(logprobs)))
             own = {"id": exact.request_id, "attempt": attempt, "metrics": {"words": 1.0}}
             rollouts.append(Rollout(turns=(turn,), reward=float(attempt % 2), **own))
-        return Group(index=index, problem=Problem(id=str(index), payload={}), rollouts=tuple(rollouts), started=K)
+        return group(index, rollouts)
 
 
 class Setup:

@@ -15,8 +15,9 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.experiments.replay.generation import repeat_groups, versions_of
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.types import GenerationRequest, Group, Problem, Rollout, SamplingParams, Turn
+from pipelinerl.types import GenerationRequest, Group, Rollout, SamplingParams, Turn
 from tests.parity.models import VOCABULARY, make_model
+from tests.unit.group_parts import group
 
 TOLERANCE = 1e-4
 
@@ -53,11 +54,11 @@ def sampled(kv: str, prompts: Mapping[int, tuple[int, ...]], updates: Mapping[in
         done += engine.step().finished
         step += 1
     turns = {completion.request_id: completion for completion in done}
-    rollouts = tuple(
+    rollouts = [
         Rollout(id=f"g0.a{step}", attempt=step, reward=0.0, turns=(Turn(prompt_ids=prompt, completion=turns[str(step)]),))
         for step, prompt in prompts.items()
-    )
-    return Group(index=0, problem=Problem(id="p", payload={}), rollouts=rollouts, started=len(rollouts))
+    ]
+    return group(0, rollouts)
 
 
 def prompt(length: int) -> tuple[int, ...]:

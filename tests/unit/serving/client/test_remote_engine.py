@@ -23,6 +23,7 @@ from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, UpdateReceipt, VersionSpan
 from tests.unit.fake_engine_servers import FAST, FakeServer, completion_of, engine_over, wait_until
+from tests.unit.group_parts import completion
 
 Asked = dict[str, asyncio.Task[Completion]]
 
@@ -238,10 +239,10 @@ async def test_streamed_tokens_come_once_and_in_order() -> None:
 
     async with engine_over(FakeServer("a"), Silent("b")) as engine:
         results = await asyncio.gather(*(streamed(engine, request) for request in requests(5, max_tokens=6)))
-    for tokens, completion in results:
+    for tokens, whole in results:
         assert [event.index for event in tokens] == list(range(6))
-        assert tuple(event.token_id for event in tokens) == completion.token_ids
-        assert tuple(event.logprob for event in tokens) == completion.logprobs
+        assert tuple(event.token_id for event in tokens) == whole.token_ids
+        assert tuple(event.logprob for event in tokens) == whole.logprobs
 
 
 @pytest.mark.parametrize("restarts", [True, False])
@@ -306,15 +307,7 @@ async def test_a_request_for_one_copy_is_answered_by_it_however_full_it_is() -> 
 
 
 REQUEST = GenerationRequest(id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=4, stop_token_ids=(9,)))
-FULL = Completion(
-    request_id="r",
-    token_ids=(3, 4, 5, 6),
-    logprobs=(-0.5, -1.0, 0.0, -2.0),
-    weight_versions=(VersionSpan(2, 0, 3), VersionSpan(4, 3, 4)),
-    finish_reason="length",
-)
-
-
+FULL = completion((3, 4, 5, 6), (-0.5, -1.0, 0.0, -2.0), (2, 2, 2, 4), reason="length")
 EMPTY: dict[str, object] = {"token_ids": (), "logprobs": (), "weight_versions": ()}
 
 
