@@ -32,11 +32,11 @@ DOCS = ROOT / "docs"
 NAMES = [str(page.relative_to(ROOT)) for page in pages()]
 COMMANDS = AllCommands()
 NOT_RUN = {
-    "sweep": "minutes (tests/integration/test_sweep.py)",
-    "lab compare": "minutes (tests/integration/test_compare.py)",
-    "lab study": "minutes (tests/integration/test_study.py)",
-    "lab calibrate": "minutes (tests/integration/test_calibrate.py)",
-    "lab simulate": "needs a calibration (tests/integration/test_calibrate.py)",
+    "sweep": "minutes (tests/integration/test_lab.py)",
+    "lab compare": "minutes (tests/integration/test_lab.py)",
+    "lab study": "minutes (tests/integration/test_lab.py)",
+    "lab calibrate": "minutes (tests/integration/test_lab.py)",
+    "lab simulate": "needs a calibration (tests/integration/test_lab.py)",
     "serve": "does not end (tests/integration/test_serve.py)",
     "watch": "does not end (tests/integration/test_watch_page.py)",
     "chat": "reads from a terminal (tests/unit/cli)",

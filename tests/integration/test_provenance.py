@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from pipelinerl.config.schema import ModelConfig
+from pipelinerl.engine import LocalEngine
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
 from pipelinerl.trainer import Learner
-from pipelinerl.types import GenerationRequest, Rollout, SamplingParams, TrainingSample
+from pipelinerl.types import GenerationRequest, Rollout, SamplingParams, TrainingSample, UpdateReceipt
 from tests.integration.runs import (
     assert_provenance,
     groups,
     rollouts_by_id,
     run,
     steps,
+    summary,
     trained,
     versions,
     write_environment,
@@ -126,3 +130,26 @@ def test_what_is_trained_on_is_what_was_sampled(tmp_path: Path, monkeypatch: pyt
         assert sample.reward == by_id[sample.id].reward
         mean = sum(rewards[sample.group_index]) / len(rewards[sample.group_index])
         assert sample.advantage == pytest.approx(sample.reward - mean)
+
+
+UpdateWeights = Callable[[LocalEngine, WeightUpdate], UpdateReceipt]
+
+
+@pytest.mark.parametrize("cheat", ["nothing", "all but the head"])
+def test_an_update_without_effect_ends_the_run(cheat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update_weights: UpdateWeights = LocalEngine.update_weights
+
+    def lie(self: LocalEngine, update: WeightUpdate) -> UpdateReceipt:
+        kept = {name: tensor.clone() for name, tensor in self._weights.items()}
+        receipt = update_weights(self, update)
+        if update.version >= 2:
+            stale = kept if cheat == "nothing" else {name: kept[name] for name in kept if "lm_head" in name}
+            with torch.no_grad():
+                for name, tensor in stale.items():
+                    self._weights[name].copy_(tensor)
+        return receipt
+
+    monkeypatch.setattr(LocalEngine, "update_weights", lie)
+    with pytest.raises(WeightUpdateError, match=r"acknowledged weights of version [2-4], but does not compute with them"):
+        run(tmp_path / "r", trainer__steps=20, trainer__learning_rate=0.01)
+    assert summary(tmp_path / "r")["optimizer_steps"] <= 5, "at once, or nearly"

@@ -1,4 +1,4 @@
-"""What an optional dependency lacks is said in one way, and its versions are those of pyproject.toml."""
+"""What an optional dependency lacks is said in one way; versions are those of pyproject.toml, and have hashes."""
 
 from __future__ import annotations
 
@@ -74,3 +74,16 @@ def test_all_has_every_extra_for_users() -> None:
     named = set(re.findall(r"[\w-]+", everything)) - {"pipelinerl"}
     assert named == set(EXTRAS) - extras._OTHER
     assert EXTRAS["ui"] == ["pipelinerl[serve,pandas]"]
+
+
+def pins(text: str) -> set[str]:
+    """Packages with their versions, as registries compare names (PEP 503)."""
+    return {re.sub(r"[-_.]+", "-", pin).lower() for pin in re.findall(r"^[\w.-]+==[^\s;]+", text, re.MULTILINE)}
+
+
+def test_the_lock_file_has_all_pins_and_hashes_for_each() -> None:
+    """`make lock` writes it."""
+    lock = (ROOT / "requirements.lock").read_text()
+    assert pins((ROOT / "constraints.txt").read_text()) <= pins(lock), "run `make lock`"
+    for entry in re.split(r"^(?=\w)", lock, flags=re.MULTILINE)[1:]:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}\s*$", entry), f"{entry.splitlines()[0]} has no hash"

@@ -1,15 +1,25 @@
-"""Records of a run, how they are written and read back, and the statistics of evaluations."""
+"""Records of a run, how they are written and read back, statistics of evaluations, and rewards that fall to their floor."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
-from pipelinerl.metrics.records import LOAD_EVERY_S, EngineRecord, StepRecord, TimelineRecord, TimelineWriter
+from pipelinerl.metrics.records import (
+    LOAD_EVERY_S,
+    PATIENCE,
+    CollapseWatch,
+    EngineRecord,
+    StepRecord,
+    TimelineRecord,
+    TimelineWriter,
+    collapse_of,
+)
 from pipelinerl.metrics.statistics import actor_total, engine_total, mean_metrics
 from pipelinerl.report.series import read_timeline
 from pipelinerl.types import ActorProgress, EngineProgress, VersionSpan
@@ -157,3 +167,46 @@ def test_a_resumed_timeline_goes_on_where_the_run_does(tmp_path: Path) -> None:
             now_s[0] += 1.0
         writer.close()
     assert [record.time_s for record in read_timeline(tmp_path)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def steps(rewards: Sequence[float]) -> list[StepRecord]:
+    """Rewards of 0 and 1 with these means."""
+    stds = {mean: math.sqrt(mean * (1 - mean)) for mean in rewards}
+    return [step(version, reward_read_mean=mean, reward_std=stds[mean]) for version, mean in enumerate(rewards, start=1)]
+
+
+RISEN = [0.25, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8]
+
+
+def test_a_run_that_stays_at_its_floor_says_so_once_after_20_steps_and_which_steps_once_it_has_recovered() -> None:
+    watch, notes = CollapseWatch(), []
+    for one in steps(RISEN + [0.0] * 30):
+        watch.observe(one)
+        notes.append(watch.note)
+    assert notes[: 7 + PATIENCE - 1] == [None] * (7 + PATIENCE - 1)
+    (note,) = set(notes[7 + PATIENCE - 1 :])
+    assert note is not None
+    assert watch.now == note
+    assert "lowest reward, 0, since step 8; the best 5 steps had a mean of 0.76" in note
+    watch.observe(step(38, reward_read_mean=0.25, reward_std=0.4))
+    assert "in steps 8 to 37" in str(watch.note)
+    assert not watch.now
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [*RISEN, *[1.0] * 40],  # the ceiling
+        [0.0] * 60,  # it never rose
+        [0.0, 0.02, 0.0, 0.02, 0.0, *[0.0] * 40],  # a lucky answer
+        [*RISEN, *[0.0] * 19, 0.25],  # for a short time
+        [*RISEN, *[0.01] * 40],  # low, but rewards differ
+    ],
+)
+def test_other_runs_have_not_collapsed(rewards: list[float]) -> None:
+    assert collapse_of(steps(rewards)) is None
+
+
+def test_the_floor_may_be_any_reward() -> None:
+    fallen = [step(version, reward_mean=-2.0, reward_std=0.0) for version in range(8, 40)]
+    assert collapse_of([*steps(RISEN), *fallen]) is not None

@@ -1,21 +1,64 @@
-"""The run directory while a run uses it, and what is written there."""
+"""The run directory while a run uses it, and what the terminal shows at the end, which never decides how the run ends."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import time
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.launch import run as run_module
 from pipelinerl.launch.hosts.embedded import logging_to
+from pipelinerl.launch.hosts.host import Outcome
+from pipelinerl.launch.run import show_result, write_summary
 from pipelinerl.launch.run_lock import RunLock, errors_explained
+from pipelinerl.launch.session import Session, StartPlan
 from pipelinerl.resources.memory import MemoryCheck
 from pipelinerl.run_directory import RunDirectory
+from pipelinerl.schedule import make_schedule
+from tests.unit.record_parts import step, write_records
+
+
+def a_folder_is_there(run: RunDirectory) -> None:
+    run.curves.mkdir()
+
+
+def an_evaluation_is_damaged(run: RunDirectory) -> None:
+    (run.rollouts / "evaluation-before.jsonl").write_text("noise\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "missing"),
+    [
+        (a_folder_is_there, "run", "warning: curves.png is missing: can't write "),
+        (an_evaluation_is_damaged, "run", "warning: the sample of the evaluations is missing: "),
+        (lambda _: None, "[/run] :smile:", ""),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[RunDirectory], None], name: str, missing: str
+) -> None:
+    run = RunDirectory(tmp_path / name)
+    run.make_folders()
+    write_records(run.root, step(1, tokens_trained=10, reward_mean=0.5))
+    spoil(run)
+    config = load_config(None, ["--trainer.steps=1", "--metrics.plot=true"])
+    session = Session(config, run, StartPlan(), make_schedule(config), time.monotonic())
+    shown = StringIO()
+    show_result(session, write_summary(session, Outcome({}, None, 1.0)), shown)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == bool(missing)
+    assert printed.startswith(missing)
+    assert "seed 0: finished" in shown.getvalue()
+    assert f"in {run.root}" in shown.getvalue()
 
 
 @pytest.mark.parametrize("number", [errno.EISDIR, errno.ENOENT, errno.ELOOP, errno.EACCES])
