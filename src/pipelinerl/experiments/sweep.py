@@ -119,8 +119,8 @@ class SweepRunResult(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     seed: int
-    status: str = WAITING
-    reward: float | None = None
+    status: str
+    reward: float | None
 
 
 class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,14 +143,14 @@ class SweepResults(msgspec.Struct, frozen=True, kw_only=True):
     settings: list[SettingResult]
 
 
-def results(grid: Grid, runs: Mapping[str, Sequence[SweepRunResult]]) -> SweepResults:
-    """The results so far; `runs` are those of each setting, by its folder, in the order of the seeds."""
+def results(grid: Grid, folder: Folder) -> SweepResults:
+    """The results so far, of what the runs have left in their directories."""
     found: list[SettingResult] = []
     for setting in grid.settings:
-        own = runs[setting.folder]
-        counted = own if all(run.status in (FINISHED, WAITING) for run in own) else []
+        runs = [_result(PlannedRun(setting, seed), grid, folder) for seed in grid.seeds]
+        counted = runs if all(run.status in (FINISHED, WAITING) for run in runs) else []
         reward = mean_of_runs([run.reward for run in counted if run.reward is not None])
-        found.append(SettingResult(setting=dict(setting.values), reward=reward, runs=list(own)))
+        found.append(SettingResult(setting=dict(setting.values), reward=reward, runs=runs))
     found.sort(key=lambda one: -one.reward.mean if one.reward else math.inf)
     best = found[0]
     for place, one in enumerate(found):
@@ -159,6 +159,15 @@ def results(grid: Grid, runs: Mapping[str, Sequence[SweepRunResult]]) -> SweepRe
         if place and one.reward and best.reward:
             found[place] = msgspec.structs.replace(one, minus_best=mean_of_runs(known))
     return SweepResults(ranked_by=grid.reward, seeds=list(grid.seeds), settings=found)
+
+
+def _result(run: PlannedRun, grid: Grid, folder: Folder) -> SweepRunResult:
+    execution, reward = folder.executions.get(run.name), None
+    if execution is not None and execution.finished:
+        summary = read_summary(folder.root / run.name) or {}
+        reward = summary.get("eval_reward_after" if grid.reward == "held-out" else "reward_last")
+    status = execution.status if execution else WAITING
+    return SweepRunResult(folder=run.name, seed=run.seed, status=status, reward=reward)
 
 
 def section(found: SweepResults) -> PageSection:
@@ -197,34 +206,16 @@ def sweep(grid: Grid, out: Path, say: Callable[[str], object]) -> tuple[SweepRes
     left = {run.setting.label: run.setting for run in runs if run.name not in folder.executions}
     _check(list(left.values()), out)
 
-    def found() -> SweepResults:
-        by_setting = {
-            one.folder: [_result(PlannedRun(one, seed), grid, folder) for seed in grid.seeds] for one in grid.settings
-        }
-        found = results(grid, by_setting)
-        write_json(out / RESULTS_FILE, found)
-        return found
-
     def ended(run: PlannedRun, execution: Execution) -> str:
-        found()
+        write_json(out / RESULTS_FILE, results(grid, folder))
         reward = number(_result(run, grid, folder).reward, ".3f")
         return f", {grid.reward} reward {reward}" if execution.finished else ""
 
     with folder.claimed(grid.to_json(), "sweep"):
         failure = folder.execute_all(runs, say, ended, resume=True)
-    all_results = found()
-    folder.write_page("Sweep", [section(all_results)], [run for run in runs if folder.executions[run.name].finished])
-    return all_results, failure
-
-
-def _result(run: PlannedRun, grid: Grid, folder: Folder) -> SweepRunResult:
-    """What a run has left in its directory."""
-    execution = folder.executions.get(run.name)
-    if execution is None or not execution.finished:
-        return SweepRunResult(folder=run.name, seed=run.seed, status=execution.status if execution else WAITING)
-    summary = read_summary(folder.root / run.name) or {}
-    reward = summary.get("eval_reward_after" if grid.reward == "held-out" else "reward_last")
-    return SweepRunResult(folder=run.name, seed=run.seed, status=FINISHED, reward=reward)
+    found = results(grid, folder)
+    folder.write_page("Sweep", [section(found)], [run for run in runs if folder.executions[run.name].finished])
+    return found, failure
 
 
 def _check(settings: Sequence[Setting], out: Path) -> None:

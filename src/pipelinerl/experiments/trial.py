@@ -10,12 +10,12 @@ import msgspec
 from pipelinerl.actor.evaluation import evaluated
 from pipelinerl.actor.failures import Failure, FailureLog
 from pipelinerl.actor.groups import GroupRunner
-from pipelinerl.actor.rollouts import RolloutContext, advance, problem_for
+from pipelinerl.actor.rollouts import advance, problem_for
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment, notes_of
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import EnvironmentSetupError
-from pipelinerl.experiments.evaluate.models import Target, engine_for
+from pipelinerl.experiments.evaluate.models import Target, ready_context
 from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.models.loading import load_config, load_tokenizer, slot_length
@@ -83,19 +83,15 @@ async def _play(config: RunConfig, problem: int, environment: Environment, token
         slots = min(settings.slots, config.actor.group_size)
         settings = settings.model_copy(update={"kind": "local", "slots": slots, "max_length": length})
     target = Target(config.model.path, config.model)
-    async with engine_for(target, settings, tokenizer, config.actor.max_tokens) as ready:
-        engine, stop = ready.engine, ready.stop_token_ids
-        context = RolloutContext(
-            config.actor, environment, engine, tokenizer, seed=config.seed, slots=ready.slots, stop_token_ids=stop
-        )
+    async with ready_context(target, config.model_copy(update={"engine": settings}), environment, tokenizer) as context:
         groups = GroupRunner(context, config.actor, failures=FailureLog(1.0, 1, shown=0))  # the result has all of them
         if isinstance(made := problem_for(environment, problem), Failure):
             raise EnvironmentSetupError(f"environment {config.environment.kind}: {made.line}")
-        groups.start(problem, engine.version)
+        groups.start(problem, context.engine.version)
         played = groups.open[problem]
         try:
             while not groups.finished:
-                await advance(engine, context.awake)
+                await advance(context.engine, context.awake)
                 groups.check()
         finally:
             groups.cancel()

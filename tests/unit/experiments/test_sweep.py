@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.cli import main
 from pipelinerl.errors import ConfigError
-from pipelinerl.experiments.runs import planned_runs
+from pipelinerl.experiments.runs import Folder, planned_runs
 from pipelinerl.experiments.sweep import (
     Grid,
     SweepResults,
-    SweepRunResult,
     make_grid,
     results,
     section,
@@ -80,27 +80,30 @@ def test_a_dry_run_checks_every_setting_and_trains_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def found(rewards: dict[int, list[float | str | None]], grid: Grid) -> SweepResults:
+def write_finished(out: Path, name: str, reward: float, evaluated: float | None = None, status: str = "finished") -> None:
+    """What a finished run of a sweep left."""
+    (out / name).mkdir(parents=True)
+    summary = {"status": status, "reward_last": reward, "eval_reward_after": evaluated}
+    (out / name / "summary.json").write_text(json.dumps(summary))
+    with (out / "executions.jsonl").open("a") as lines:
+        lines.write(json.dumps({"run": name, "status": status, "began": "", "load_before": None}) + "\n")
+
+
+def found(out: Path, rewards: Sequence[Sequence[float | str | None]], grid: Grid) -> SweepResults:
     """Results of runs with these rewards, by setting; a text is how a run failed, None: it has not run."""
-
-    def run(setting: int, seed: int, value: float | str | None) -> SweepRunResult:
-        name = f"{setting}/{seed}"
-        if isinstance(value, str):
-            return SweepRunResult(folder=name, seed=seed, status=value)
-        if value is None:
-            return SweepRunResult(folder=name, seed=seed)
-        return SweepRunResult(folder=name, seed=seed, status="finished", reward=value)
-
-    runs = {
-        setting.folder: [run(number, seed, value) for seed, value in enumerate(rewards[number])]
-        for number, setting in enumerate(grid.settings, start=1)
-    }
-    return results(grid, runs)
+    for setting, of_setting in zip(grid.settings, rewards, strict=True):
+        for seed, value in zip(grid.seeds, of_setting, strict=True):
+            if isinstance(value, str):
+                write_finished(out, f"{setting.folder}/seed-{seed}", 1.0, 1.0, value)
+            elif value is not None:
+                write_finished(out, f"{setting.folder}/seed-{seed}", 0.0, value)
+    return results(grid, Folder(out, lambda _: None))
 
 
-def test_settings_are_ranked_and_failures_never_improve_them() -> None:
+def test_settings_are_ranked_and_failures_never_improve_them(tmp_path: Path) -> None:
     grid = make_grid(None, ["--trainer.learning_rate", "1e-5,1e-4,1e-3,1e-2"], 3)
-    ranked = found({1: [0.2, 0.3, 0.4], 2: [0.5, 0.5, 0.8], 3: [0.9, "diverged: loss", 0.9], 4: [0.7, None, None]}, grid)
+    rewards = [[0.2, 0.3, 0.4], [0.5, 0.5, 0.8], [0.9, "diverged: loss", 0.9], [0.7, None, None]]
+    ranked = found(tmp_path, rewards, grid)
     assert [one.setting["trainer.learning_rate"] for one in ranked.settings] == ["1e-2", "1e-4", "1e-5", "1e-3"]
     means = [one.reward and (one.reward.mean, one.reward.low) for one in ranked.settings]
     assert means == [
@@ -114,18 +117,9 @@ def test_settings_are_ranked_and_failures_never_improve_them() -> None:
     text = in_terminal(section(ranked))
     assert "1 diverged" in text
     assert "2 not run yet" in text
-    paired = found({1: [0.1, 0.5, 0.8], 2: [0.2, 0.6, 0.9]}, make_grid(None, RATES, 3)).settings[1].minus_best
+    paired = found(tmp_path / "two", [[0.1, 0.5, 0.8], [0.2, 0.6, 0.9]], make_grid(None, RATES, 3)).settings[1].minus_best
     assert paired is not None
     assert (paired.low, paired.high) == (pytest.approx(-0.1), pytest.approx(-0.1))
-
-
-def write_finished(out: Path, name: str, reward: float, evaluated: float | None = None) -> None:
-    """What a finished run of a sweep left."""
-    (out / name).mkdir(parents=True)
-    summary = {"status": "finished", "reward_last": reward, "eval_reward_after": evaluated}
-    (out / name / "summary.json").write_text(json.dumps(summary))
-    with (out / "executions.jsonl").open("a") as lines:
-        lines.write(json.dumps({"run": name, "status": "finished", "began": "", "load_before": None}) + "\n")
 
 
 def test_finished_runs_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,15 +23,15 @@ import msgspec
 import numpy as np
 import torch
 
-from pipelinerl.actor.client import Awake, RolloutClient, derive_seed
+from pipelinerl.actor.client import derive_seed
 from pipelinerl.actor.evaluation import evaluated, held_out_problems
 from pipelinerl.actor.failures import Failure
-from pipelinerl.actor.rollouts import advance, attempt, problem_for
+from pipelinerl.actor.rollouts import RolloutContext, advance, attempt, problem_for
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.environments.user.code import run_to_end
 from pipelinerl.errors import EnvironmentSetupError, RunDirectoryError, TooManyFailuresError
-from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, engine_for
+from pipelinerl.experiments.evaluate.models import Target, ready_context
 from pipelinerl.experiments.statistics import LEVEL, Floats, Interval, mean_intervals, pass_at_k, powers_of_two
 from pipelinerl.experiments.watch.page import page
 from pipelinerl.files import JsonLines
@@ -40,7 +40,7 @@ from pipelinerl.metrics.evaluations import EvaluatedProblem
 from pipelinerl.metrics.statistics import mean_metrics
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.report import PageSection, number, only_shown, table, write_file, write_json, writing_to
-from pipelinerl.types import Problem, Rollout, SamplingParams
+from pipelinerl.types import Problem, Rollout
 
 REPORT_EVERY_S = 10.0
 RESAMPLES = 2000
@@ -323,16 +323,19 @@ async def _measure(
 
     if stop():
         return False
-    async with engine_for(target, plan.config.engine, asked.tokenizer, plan.config.actor.max_tokens) as ready:
+    actor = plan.config.actor.model_copy(update={"temperature": plan.config.evaluation.temperature})
+    config = plan.config.model_copy(update={"actor": actor, "seed": plan.seed})
+    async with ready_context(target, config, asked.environment, asked.tokenizer) as context:
+        version = target.version if config.engine.kind == "local" else context.engine.version
         with writing_to(plan.out):
             folder.mkdir(exist_ok=True)
             lines = JsonLines(folder / "attempts.jsonl")
         try:
             with lines:
-                return await answer(asked, ready, plan, stop=stop, on_attempt=on_attempt)
+                return await answer(context, asked.problems, plan, stop=stop, on_attempt=on_attempt)
         finally:
             report()
-            models.append(tally.result(target, ready.version, first))
+            models.append(tally.result(target, version, first))
             rates = b""
             for place, records in sorted(tally.by_problem.items()):  # a failed attempt did not pass
                 passes = sum(one.passed for one in records)
@@ -343,8 +346,8 @@ async def _measure(
 
 
 async def answer(
-    asked: Asked,
-    ready: EvaluationEngine,
+    context: RolloutContext,
+    problems: Sequence[Problem],
     plan: EvaluationPlan,
     *,
     stop: Callable[[], bool],
@@ -356,33 +359,21 @@ async def answer(
     the plan's seed, the problem's position and the attempt, so different weights get the same random numbers.
     `on_attempt` is called for each attempt in order of completion, failed ones included. Raises what the engine raises.
     """
-    environment, tokenizer, problems = asked
-    actor = plan.config.actor
-    sampling = SamplingParams(
-        max_tokens=actor.max_tokens,
-        temperature=plan.config.evaluation.temperature,
-        top_p=actor.top_p,
-        top_k=actor.top_k,
-        stop_token_ids=ready.stop_token_ids,
-    )
-    awake = Awake()
     waiting = ((place, k) for place in range(len(problems)) for k in range(plan.attempts))
     running: dict[asyncio.Task[Rollout | Failure], tuple[int, int]] = {}
     upcoming = next(waiting, None)
     try:
         while (upcoming is not None or running) and not stop():
-            while upcoming is not None and len(running) < ready.slots:
+            while upcoming is not None and len(running) < context.slots:
                 place, k = upcoming
-                seed = derive_seed("eval", plan.seed, place, k)
-                name = f"eval.{place}.{k}"
-                client = RolloutClient(ready.engine, tokenizer, sampling, name=name, seed=seed, awake=awake)
-                rollout = attempt(environment, problems[place], client, actor.rollout_timeout_s)
+                client = context.rollout_client(f"eval.{place}.{k}", derive_seed("eval", context.seed, place, k))
+                rollout = attempt(context.environment, problems[place], client, context.rollout_timeout_s)
                 running[asyncio.create_task(rollout)] = upcoming
                 upcoming = next(waiting, None)
-            await advance(ready.engine, awake)
+            await advance(context.engine, context.awake)
             for task in [task for task in running if task.done()]:
                 place, k = running.pop(task)
-                record = evaluated(problems[place], task.result(), tokenizer)
+                record = evaluated(problems[place], task.result(), context.tokenizer)
                 passed = record.failure is None and record.reward >= plan.pass_at
                 on_attempt(AttemptRecord(number=place, attempt=k, passed=passed, **msgspec.structs.asdict(record)))
         return upcoming is None and not running

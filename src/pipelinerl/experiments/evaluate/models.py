@@ -8,15 +8,17 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelinerl.actor.client import EngineClient
+from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.checkpoint import best_version, load_checkpoint, saved_versions
-from pipelinerl.config.schema import LONGEST_SLOT, EngineConfig, ModelConfig, RunConfig
+from pipelinerl.config.schema import LONGEST_SLOT, ModelConfig, RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError
-from pipelinerl.interfaces import AsyncEngine, Tokenizer
+from pipelinerl.interfaces import Environment, Tokenizer
 from pipelinerl.launch.stages.servers import server_clients
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model, model_max_length, stop_token_ids
@@ -117,36 +119,29 @@ STARTUP_S = 30.0
 """Time limit for the first response of servers, which should already be running."""
 
 
-class EvaluationEngine(NamedTuple):
-    """An engine that is ready. `version` is None if the number of optimizer steps behind the weights is unknown."""
-
-    engine: AsyncEngine
-    slots: int
-    stop_token_ids: tuple[int, ...]
-    version: int | None
-
-
 @asynccontextmanager
-async def engine_for(
-    target: Target, config: EngineConfig, tokenizer: Tokenizer, max_tokens: int
-) -> AsyncIterator[EvaluationEngine]:
-    """The engine that `config` describes; its memory is freed on exit.
+async def ready_context(
+    target: Target, config: RunConfig, environment: Environment, tokenizer: Tokenizer
+) -> AsyncIterator[RolloutContext]:
+    """What attempts share, with the engine that `config.engine` describes; its memory is freed on exit.
 
     Raises ModelLoadError, UnsupportedModelError or CheckpointError; for servers what `RemoteEngine.connect` raises, and
     UserError if they serve another model.
     """
-    if config.kind == "local":
-        model = target.load(config.device)
-        most = model_max_length(model) or LONGEST_SLOT + max_tokens
-        engine = LocalEngine(
+    engine, actor = config.engine, config.actor
+    make = partial(RolloutContext, actor, environment, tokenizer=tokenizer, seed=config.seed)
+    if engine.kind == "local":
+        model = target.load(engine.device)
+        most = model_max_length(model) or LONGEST_SLOT + actor.max_tokens
+        local = LocalEngine(
             model,
-            slots=config.slots,
-            max_length=config.max_length or min(most, max(LONGEST_SLOT, max_tokens + LONGEST_SLOT // 2)),
-            prefill_tokens=config.prefill_tokens,
+            slots=engine.slots,
+            max_length=engine.max_length or min(most, max(LONGEST_SLOT, actor.max_tokens + LONGEST_SLOT // 2)),
+            prefill_tokens=engine.prefill_tokens,
             version=target.version or 0,
         )
-        yield EvaluationEngine(EngineClient(engine), config.slots, stop_token_ids(model, tokenizer), target.version)
-        del engine, model
+        yield make(EngineClient(local), slots=engine.slots, stop_token_ids=stop_token_ids(model, tokenizer))
+        del local, model
         gc.collect()
         return
     from pipelinerl.serving.client.adapter import Bounds  # noqa: PLC0415 - HTTP client, only needed here
@@ -154,11 +149,11 @@ async def engine_for(
     from pipelinerl.serving.vllm.adapter import model_facts  # noqa: PLC0415 - as above
 
     facts = model_facts(target.model.path)
-    servers = server_clients(config.kind, config.urls, facts, os.environ.get(config.api_key_env or ""))
+    servers = server_clients(engine.kind, engine.urls, facts, os.environ.get(engine.api_key_env or ""))
     async with RemoteEngine.connect(servers, bounds=Bounds(startup_s=STARTUP_S)) as remote:
         if remote.vocabulary != facts.vocabulary:
             raise UserError(
-                f"{config.urls[0]} serves a model with a vocabulary of {remote.vocabulary} tokens, but "
+                f"{engine.urls[0]} serves a model with a vocabulary of {remote.vocabulary} tokens, but "
                 f"{target.model.path} has {facts.vocabulary}: give the MODEL that it serves, for its tokenizer"
             )
-        yield EvaluationEngine(remote, remote.slots, facts.stop_token_ids, remote.version)
+        yield make(remote, slots=remote.slots, stop_token_ids=facts.stop_token_ids)

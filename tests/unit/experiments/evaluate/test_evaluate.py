@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pipelinerl.actor.client import EngineClient
+from pipelinerl.actor.rollouts import RolloutContext
 from pipelinerl.cli import eval as command
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import ModelConfig
@@ -17,7 +18,6 @@ from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import PipelineRLError, RunDirectoryError, UserError
 from pipelinerl.experiments.evaluate import evaluate as module
 from pipelinerl.experiments.evaluate.evaluate import (
-    Asked,
     AttemptRecord,
     EvaluationPlan,
     EvaluationSummary,
@@ -27,7 +27,7 @@ from pipelinerl.experiments.evaluate.evaluate import (
     answer,
     evaluation_sections,
 )
-from pipelinerl.experiments.evaluate.models import EvaluationEngine, Target, find_targets, run_config_of
+from pipelinerl.experiments.evaluate.models import Target, find_targets, run_config_of
 from pipelinerl.experiments.statistics import Interval, pass_at_k
 from pipelinerl.report import in_terminal
 from pipelinerl.types import GenerationRequest, Problem
@@ -77,11 +77,12 @@ def script(request: GenerationRequest) -> list[int]:
 
 def play(engine: ScriptedEngine, *, seed: int = 0, slots: int = 4) -> list[AttemptRecord]:
     environment = Letters(CharTokenizer(), 0)
-    ready = EvaluationEngine(EngineClient(engine), slots, (STOP,), None)
+    client, tokenizer = EngineClient(engine), CharTokenizer()
+    context = RolloutContext(
+        PLAN.config.actor, environment, client, tokenizer, seed=seed, slots=slots, stop_token_ids=(STOP,)
+    )
     records: list[AttemptRecord] = []
-    asked = Asked(environment, CharTokenizer(), environment.held_out(3))
-    plan = replace(PLAN, seed=seed)
-    assert asyncio.run(answer(asked, ready, plan, stop=lambda: False, on_attempt=records.append))
+    assert asyncio.run(answer(context, environment.held_out(3), PLAN, stop=lambda: False, on_attempt=records.append))
     return records
 
 
