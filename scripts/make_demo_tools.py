@@ -24,7 +24,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl.environments.chat.tool_use import tool_of
-from pipelinerl.environments.tasks.calculator import Calculator, calculate
+from pipelinerl.environments.user.code import import_code
+
+EXAMPLE: Any = import_code(str(Path(__file__).parents[1] / "examples/calculator.py"))
+Calculator, calculate = EXAMPLE.Calculator, EXAMPLE.calculate
 
 PAD, END = "<pad>", "<end>"
 MARKS = (PAD, END, "<system>", "<user>", "<assistant>", "<tool>", "<tools>")

@@ -65,10 +65,10 @@ class ModelConfig(Section, frozen=True):
 
 class EnvironmentConfig(Section, frozen=True):
     kind: str = "gcd"
-    """`gcd`, `math`, `countdown`, `calculator`, `reasoning_gym`, `verifiers` (environments of these packages), `function`
-    (your reward function), `tools` (a reward function and functions that the model may call), `agent` (your program, a
-    client of OpenAI's or Anthropic's API), `mixture` (several environments), or your class:
-    `path/to/file.py:ClassName` or `package.module:ClassName`.
+    """`gcd`, `math`, `countdown`, `reasoning_gym`, `verifiers` (environments of these packages), `function` (your reward
+    function), `tools` (a reward function and functions that the model may call), `agent` (your program, a client of OpenAI's
+    or Anthropic's API), `mixture` (several environments), or your class: `path/to/file.py:ClassName` or
+    `package.module:ClassName`.
     """
     args: dict[str, JsonValue] = {}
     """Keyword arguments of the environment's constructor."""

@@ -26,7 +26,6 @@ BUILT_IN = {
     "mixture": "pipelinerl.environments.mixture:Mixture",
     "function": "pipelinerl.environments.user.function:Function",
     "tools": "pipelinerl.environments.user.function:Tools",
-    "calculator": "pipelinerl.environments.tasks.calculator:Calculator",
     "agent": "pipelinerl.serving.agents.environment:AgentEnvironment",
 }
 
@@ -97,6 +96,7 @@ def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
 
 RENAMED = {
     "math_words": "It is now called `math` with `judge: numbers` in environment.args.",
+    "calculator": "It is now an example, `examples/calculator.py:Calculator`.",
     "guess_number": "It is now an example, `examples/guess_number.py:GuessNumber`.",
     "difficulty_filter": "Choose the lines of the data file by their pass rates, or set `actor.online_filter`.",
 }

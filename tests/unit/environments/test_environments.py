@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.models.loading import load_tokenizer
 from tests.unit.environments.env_client import TOKENIZER, one_line, play
 from tests.unit.scripted_engine import STOP, CharTokenizer
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class ChatTokenizer(CharTokenizer):
@@ -181,7 +185,7 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(ow
         ("{own}:Short", {"most": 0}, "environment.args.most: 0 is not allowed here; this takes a whole number >= 1"),
         ("countdown", {"higest": 20}, "did you mean `highest`?"),
         ("gcd", {"digits": 3}, "it takes nothing"),
-        ("calculator", {}, "Calculator needs a chat model"),
+        ("{examples}/calculator.py:Calculator", {}, "Calculator needs a chat model"),
         (
             "math",
             {"path": "no/such.jsonl", "judge": "numbers"},
@@ -191,7 +195,7 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(ow
 )
 def test_mistakes_are_one_line_that_names_them(own, kind, args, complaint):
     with one_line(EnvironmentSetupError, complaint):
-        make_environment(kind.replace("{own}", str(own)), args, TOKENIZER, 0)
+        make_environment(kind.format(own=own, examples=EXAMPLES), args, TOKENIZER, 0)
 
 
 @pytest.mark.parametrize(

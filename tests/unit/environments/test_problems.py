@@ -19,14 +19,13 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "gcd": ({}, 300),
     "countdown": ({}, 100),
     "countdown with few problems": ({"numbers": 2, "highest": 9}, 5),
-    "calculator": ({"numbers": [2, 2], "highest": 10}, 20),
     "math": ({"path": "rows.jsonl", "judge": "numbers"}, 5),
     "function": ({"data": "rows.jsonl", "reward": "rewards.py:reward", "prompt": "question", "isolate": False}, 20),
     "reasoning_gym": ({"task": "chain_sum", "args": {"max_terms": 2, "max_digits": 2}}, 200),
     "mixture": ({"environments": {"gcd": {"kind": "gcd", "weight": 3}, "numbers": {"kind": "countdown"}}}, 100),
 }
 """For each kind: arguments, and a number of held-out problems that it has."""
-IDENTIFYING = ("question", "a", "b", "number", "target", "expression")
+IDENTIFYING = ("question", "a", "b", "number", "target")
 
 
 @pytest.fixture(params=KINDS, scope="module")

@@ -44,7 +44,6 @@ def test_a_text_begins_as_the_model_expects_and_does_not_end(template: str, befo
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "calculator": {},
     "function": {"data": "data.jsonl", "reward": "r.py:reward"},
     "tools": {"data": "data.jsonl", "reward": "r.py:reward", "functions": "r.py:add"},
     "math": {"path": "data.jsonl", "judge": "numbers"},

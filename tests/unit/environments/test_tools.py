@@ -13,13 +13,13 @@ import pytest
 from pipelinerl.environments import ToolTask
 from pipelinerl.environments.chat.tool_use import MAX_RESULT, tool_of
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.environments.tasks.calculator import Calculator
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
 from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.types import Completion, Problem, Rollout
 from tests.unit.chat_parts import SamplingClient, make_tokenizer
 
 TOKENIZER = make_tokenizer()
+EXAMPLE = f"{Path(__file__).parents[3]}/examples/calculator.py:Calculator"
 
 
 def calling(name: str, /, **arguments: Any) -> str:
@@ -35,18 +35,18 @@ def play(environment: Any, problem: Problem, *texts: str) -> tuple[Rollout, str]
     return rollout, TOKENIZER.decode([*turn.prompt_ids, *turn.completion.token_ids])
 
 
-# ------------------------------------------------------------------------------------------------ the calculator
+# ------------------------------------------------------------------------------------------------ the example
 
 
 @pytest.fixture(scope="module")
-def calculator() -> Calculator:
-    return Calculator(TOKENIZER, 0)
+def calculator() -> Any:
+    return make_environment(EXAMPLE, {}, TOKENIZER, 0)
 
 
 SUM = Problem(id="", payload={"expression": "(12 + 30) * 2", "value": 84})
 
 
-def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> None:
+def test_the_calculator_answers_and_the_answer_earns(calculator: Any) -> None:
     rollout, text = play(calculator, SUM, calling("calculate", expression="(12 + 30) * 2"), "It is 84.")
     assert rollout.reward == 1.0
     assert "<|im_start|>tool\n84<|im_end|>" in text
@@ -56,6 +56,9 @@ def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> 
     assert wrong.reward == wrong.metrics["tool_calls"] == 0.0
     for problem in (*map(calculator.problem, range(200)), *calculator.held_out(50)):
         assert eval(problem.payload["expression"]) == problem.payload["value"]  # noqa: S307 - digits and operators
+    few = make_environment(EXAMPLE, {"numbers": [2, 2], "highest": 10}, TOKENIZER, 0)
+    trained = {few.problem(index).payload["expression"] for index in range(200)}
+    assert trained.isdisjoint(problem.payload["expression"] for problem in few.held_out(20))
 
 
 @pytest.mark.parametrize(
@@ -66,14 +69,14 @@ def test_the_calculator_answers_and_the_answer_earns(calculator: Calculator) -> 
         (calling("search", query="2"), "Error: there is no tool 'search'; there are: calculate"),
     ],
 )
-def test_mistakes_of_the_model_are_shown_to_it(calculator: Calculator, call: str, shown: str) -> None:
+def test_mistakes_of_the_model_are_shown_to_it(calculator: Any, call: str, shown: str) -> None:
     rollout, text = play(calculator, SUM, call, "I do not know.")
     assert f"<|im_start|>tool\n{shown}" in text
     assert rollout.metrics["tool_errors"] == 1
 
 
 def test_turns_are_bounded() -> None:
-    environment = Calculator(TOKENIZER, 0, max_turns=2)
+    environment = make_environment(EXAMPLE, {"max_turns": 2}, TOKENIZER, 0)
     call = calling("calculate", expression="2")
     rollout, _ = play(environment, environment.problem(0), call, call + call)
     assert len(rollout.turns) == 2

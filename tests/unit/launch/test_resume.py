@@ -81,7 +81,7 @@ def test_a_run_file_is_refused_as_on_the_command_line(run: RunDirectory) -> None
         {"model.path": "demo-tools"},
         {"model.dtype": "bfloat16"},
         {"model.lora": {"rank": 4}},
-        {"environment.kind": "calculator"},
+        {"environment.kind": "countdown"},
         {"stream.kind": "files", "stream.url": None},
     ],
     ids=str,
