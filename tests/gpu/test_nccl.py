@@ -19,7 +19,8 @@ from pipelinerl.models.state import checksum, named_weights
 from pipelinerl.trainer.sharding import ranks
 from tests.integration import sharded_parts as parts
 from tests.parity.models import make_model
-from tests.unit.weights.test_collective import BOUND_S, Rig, eventually, receipt, taken
+from tests.unit.group_parts import receipt
+from tests.unit.weights.test_collective import BOUND_S, Rig, eventually, taken
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NAMES = ["default", "untied", "checkpointing", "lora", "bfloat16", "kl", "kl_lora"]

@@ -9,7 +9,8 @@ from random import Random
 
 import pytest
 
-from tests.unit.weights.test_collective import KEY, Rig, Tied, receipt, rig, taken  # noqa: F401 - `rig` is a fixture
+from tests.unit.group_parts import receipt
+from tests.unit.weights.test_collective import KEY, Rig, Tied, rig, taken  # noqa: F401 - `rig` is a fixture
 
 
 def noise(rng: Random) -> bytes:

@@ -12,7 +12,7 @@ from pipelinerl.serving.client.adapter import Bounds, ServerUnreachableError, To
 from pipelinerl.serving.client.engine import RemoteEngine
 from pipelinerl.serving.wire import ProcessGroupRequest, ServerInfo, WeightUpdateRequest
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, TokenEvent, UpdateReceipt
-from tests.unit.group_parts import completion
+from tests.unit.group_parts import completion, receipt
 
 VOCABULARY = 50
 
@@ -123,14 +123,9 @@ class FakeServer:
             raise WeightUpdateError("no process group to receive from")
         self.updates.append(update)
         self.version, self.checksum = update.version, update.checksum
-        receipt = UpdateReceipt(
-            engine=self.url,
-            version=update.version,
-            checksum=update.checksum,
-            pause_s=0.25 * self.slots,
-            sequences_in_flight=self.running,
-        )
-        return receipt if self.applied is None else await self.applied(receipt)
+        busy = {"pause_s": 0.25 * self.slots, "sequences_in_flight": self.running}
+        done = receipt(update.version, update.checksum, engine=self.url, **busy)
+        return done if self.applied is None else await self.applied(done)
 
     async def close(self) -> None:
         self.closed = True

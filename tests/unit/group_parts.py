@@ -1,4 +1,4 @@
-"""Completions, turns and groups that no engine made, and a stream of groups in memory, with both of its ends."""
+"""Completions, receipts, turns and groups that no engine made, and a stream of groups in memory, with both of its ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.hub.stream import FileStream
-from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, spans_from_versions
+from pipelinerl.types import Completion, FinishReason, Group, Problem, Rollout, Turn, UpdateReceipt, spans_from_versions
 
 
 def completion(
@@ -28,6 +28,11 @@ def completion(
         weight_versions=spans_from_versions([versions] * len(ids) if isinstance(versions, int) else versions),
         finish_reason=reason,
     )
+
+
+def receipt(version: int, checksum: str, **fields: Any) -> UpdateReceipt:
+    others = {"engine": "engine-0", "pause_s": 0.1, "sequences_in_flight": 3}
+    return UpdateReceipt(version=version, checksum=checksum, **{**others, **fields})
 
 
 def turn(prompt_ids: Iterable[int], token_ids: Iterable[int], *sampled: Any, text: str = "", **named: Any) -> Turn:

@@ -19,6 +19,7 @@ from pipelinerl.types import (
     UpdateReceipt,
     cancelled_completion,
 )
+from tests.unit.group_parts import receipt
 
 STOP = 0
 
@@ -117,10 +118,4 @@ class ScriptedEngine:
 
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         self.version = update.version
-        return UpdateReceipt(
-            engine="test",
-            version=update.version,
-            checksum=update.checksum,
-            pause_s=0.0,
-            sequences_in_flight=self.in_progress,
-        )
+        return receipt(update.version, update.checksum, sequences_in_flight=self.in_progress)

@@ -39,11 +39,11 @@ from pipelinerl.types import (
     Problem,
     Rollout,
     SamplingParams,
-    StageStatus,
     TrainerProgress,
     Turn,
     VersionSpan,
 )
+from tests.unit.record_parts import status
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
 TOKENIZER = CharTokenizer()
@@ -462,10 +462,7 @@ class Harness:
         return self.board.read(stage).progress
 
     def train(self, **counts):
-        status = StageStatus(
-            stage="trainer", pid=1, state="working", detail="", since_s=0, written_s=0, progress=TrainerProgress(**counts)
-        )
-        self.board.publish(status)
+        self.board.publish(status("trainer", progress=TrainerProgress(**counts)))
 
     async def iterate(self, times):
         for _ in range(times):
@@ -676,7 +673,7 @@ def test_a_round_without_a_trainer_is_a_chain_of_waits():
     engine, actor = harness.board.read("engine"), harness.board.read("actor")
     assert (engine.state, engine.waits_for) == ("waiting", ("actor",))
     assert (actor.state, actor.waits_for) == ("waiting", ("trainer",))
-    trainer = StageStatus(stage="trainer", pid=1, state="waiting", detail="", since_s=0, written_s=0, waits_for=("actor",))
+    trainer = status("trainer", "waiting", waits_for=("actor",))
     assert sorted(find_cycle({"engine": engine, "actor": actor, "trainer": trainer})) == ["actor", "trainer"]
 
 

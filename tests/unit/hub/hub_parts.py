@@ -19,6 +19,7 @@ from pipelinerl.status.board import MemoryBoard
 from pipelinerl.types import Group, GroupLedger, Rollout, StageStatus, TrainerProgress
 from tests.unit.group_parts import group as make_group
 from tests.unit.group_parts import turn
+from tests.unit.record_parts import status
 
 K = 4
 
@@ -33,10 +34,6 @@ def group(index: int, version: int = 0, rollouts: int = K, *, size: int = K, tex
 def trainer_status(version: int = 0, trained: int = 0, **counts: object) -> StageStatus:
     progress = msgspec.convert({"type": "trainer", "version": version, "trained": trained, **counts}, TrainerProgress)
     return status("trainer", progress=progress)
-
-
-def status(stage: str, detail: str = "", progress: Any = None, pid: int = 1) -> StageStatus:
-    return StageStatus(stage=stage, pid=pid, state="working", detail=detail, since_s=0, written_s=0, progress=progress)
 
 
 def make_state(schedule: Schedule | None = None, processes: int = 1, **options: Any) -> AdmissionState:

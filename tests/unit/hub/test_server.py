@@ -34,9 +34,11 @@ from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream
 from pipelinerl.interfaces import Admitted, Verdict
 from pipelinerl.schedule import AsyncSchedule, ConventionalSchedule, PipelineSchedule, Schedule
-from pipelinerl.types import Group, UpdateReceipt
+from pipelinerl.types import Group
 from tests.limits import small_files
-from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, status, trainer_status
+from tests.unit.group_parts import receipt
+from tests.unit.hub.hub_parts import Asking, K, Place, Worker, group, trainer_status
+from tests.unit.record_parts import status
 
 ROOT = Path(__file__).parents[3]
 TRAINER = WorkerKind(reads="groups", follows=True)
@@ -202,7 +204,7 @@ def test_a_peer_that_stops_reading_holds_nobody_up_and_is_kept_little(
             other.hand_over(index, text="x" * 100_000)
         denied.ask(1000)
         for number in range(400):
-            other.publish(status(f"stage-{number % 2}", f"{number} " + "x" * 50_000))
+            other.publish(status(f"stage-{number % 2}", detail=f"{number} " + "x" * 50_000))
             other.publish(trainer_status(number))
             if number % 20 == 0:
                 other.settled()
@@ -289,7 +291,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
         assert isinstance(failure, RunDirectoryError)
         assert re.fullmatch(rf"can't write to {re.escape(str(place.records))}: .*and resume", str(failure))
         worker.hand_over(1)
-        worker.publish(status("actor", "goes on"))
+        worker.publish(status("actor", detail="goes on"))
         worker.settled()
         assert (place.recorded(), place.server.failure) == ([], failure), "the first error is the cause"
         assert list(place.server.stages()) == ["actor"], "the launcher still sees what workers do"
@@ -339,7 +341,7 @@ def test_an_error_of_the_stream_ends_the_run_wherever_it_happens(where: str, err
         trainer.settled()
         trainer.close()
         place.server.wait_ended(TRAINER)
-        worker.publish(status("actor", "goes on"))
+        worker.publish(status("actor", detail="goes on"))
         worker.settled()
         assert list(place.server.stages()) == ["actor"]
         failure = place.server.failure
@@ -541,8 +543,8 @@ def test_weights_are_offered_to_the_engines_that_have_asked_and_their_answers_ge
         for engine in engines:
             engine.settled()
         assert [engine.offers for engine in engines] == [[offer], [offer, wire.Meeting("h", 5, 1)], []]
-        receipt = UpdateReceipt(engine="e", version=3, checksum="c", pause_s=0.1, sequences_in_flight=2)
-        engines[0].send(wire.EngineAnswer(1, receipt))
+        answer = wire.EngineAnswer(1, receipt(3, "c"))
+        engines[0].send(answer)
         engines[0].settled()
         engines[0].close()
         place.server.wait_ended(WorkerKind(process=0))
@@ -550,7 +552,7 @@ def test_weights_are_offered_to_the_engines_that_have_asked_and_their_answers_ge
         trainer.send(msgspec.structs.replace(offer, number=2))
         trainer.settled()
         second.settled()
-        assert trainer.offers[2:] == [wire.EngineAnswer(1, receipt), wire.EngineAnswer(wire.DEAD)]
+        assert trainer.offers[2:] == [answer, wire.EngineAnswer(wire.DEAD)]
         assert not second.offers, "it has not asked"
 
 

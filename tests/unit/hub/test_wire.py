@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.hub import wire
 from pipelinerl.hub.wire import ClosedError, HandOver, Wire
-from tests.unit.hub.hub_parts import status
+from tests.unit.record_parts import status
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def test_real_signals_between_any_two_instructions_break_no_message() -> None:
         def handler(*_: object) -> None:
             nonlocal interrupts
             interrupts += 1
-            one.send(wire.Publish(status("engine", str(interrupts))))
+            one.send(wire.Publish(status("engine", detail=str(interrupts))))
 
         reader = threading.Thread(target=lambda: found.extend(received(other, 1 << 30)))
         reader.start()

@@ -31,7 +31,8 @@ from pipelinerl.status.board import MemoryBoard, last_statuses
 from pipelinerl.status.view import RunView
 from pipelinerl.types import ActorProgress, EngineProgress, TrainerProgress
 from pipelinerl.weights.sending import SharedWeightSender
-from tests.unit.hub.hub_parts import Asking, K, status
+from tests.unit.hub.hub_parts import Asking, K
+from tests.unit.record_parts import status
 
 
 class Worker:

@@ -28,8 +28,8 @@ from pipelinerl.resources.roles import Threads, plan_threads, process_environmen
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
-from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from tests.unit.group_parts import receipt
 from tests.unit.scripted_engine import CharTokenizer
 
 LOCAL = RunConfig()
@@ -246,21 +246,14 @@ class SlowUpdates:
         self._offer_s = time.monotonic() + 0.1
         refused = update.version == REFUSED
         self.version = self.version if refused else update.version
-        return UpdateReceipt(
-            engine="e",
-            version=update.version,
-            checksum=update.checksum,
-            pause_s=0.0,
-            sequences_in_flight=0,
-            error="out of memory" if refused else None,
-        )
+        return receipt(update.version, update.checksum, engine="e", error="out of memory" if refused else None)
 
     def poll(self) -> Any:
         there = self._versions and time.monotonic() >= self._offer_s
         return SimpleNamespace(version=self._versions.pop(0), checksum="") if there else None
 
-    def acknowledge(self, receipt: Any) -> None:
-        assert receipt.version in {self.version, REFUSED}
+    def acknowledge(self, received: Any) -> None:
+        assert received.version in {self.version, REFUSED}
 
 
 @pytest.mark.parametrize(

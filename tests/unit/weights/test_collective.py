@@ -24,8 +24,9 @@ from pipelinerl.weights.broadcast.receiver import BroadcastReceiver, CollectiveW
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.layout import decode_layout, layout_of
 from pipelinerl.weights.receiving import Receiver
+from tests.unit.group_parts import receipt
 from tests.unit.weights.relay import Relay
-from tests.unit.weights.test_weights import Tied, receipt
+from tests.unit.weights.test_weights import Tied
 
 BOUND_S = 120.0
 KEY = "a key that only this test has"

@@ -27,6 +27,7 @@ from pipelinerl.weights import receiving, sending
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
 from pipelinerl.weights.sending import MemoryWeightSender, Sender, SharedWeightSender, WeightFolder
 from tests.limits import small_files
+from tests.unit.group_parts import receipt
 from tests.unit.weights.relay import Relay
 
 
@@ -43,10 +44,6 @@ class Tied(nn.Module):
             self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.randn(()))
         self.register_buffer("cache", torch.randn(3), persistent=False)
-
-
-def receipt(version: int, digest: str, error: str | None = None, engine: str = "engine-0") -> UpdateReceipt:
-    return UpdateReceipt(engine=engine, version=version, checksum=digest, pause_s=0.1, sequences_in_flight=3, error=error)
 
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
