@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,11 @@ def make_tokenizer(family: str = "byte level", template: str | None = CHATML) ->
     return tokenizer
 
 
+def calling(name: str, /, **arguments: Any) -> str:
+    """What the model writes to call a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 class SamplingClient:
     """Answers with the ids that `script` gives for a prompt; a last id that is the end-of-text token ended it."""
 
@@ -107,10 +113,17 @@ class SamplingClient:
         self.script = script
 
     @classmethod
-    def saying(cls, tokenizer: Any, *texts: str, end: str = "<|im_end|>") -> SamplingClient:
-        """These texts, one after the other, each with `end`."""
+    def saying(cls, tokenizer: Any, *texts: str | Exception, end: str = "<|im_end|>") -> SamplingClient:
+        """These texts, one after the other, each with `end`. An exception among them is raised."""
         left = list(texts)
-        return cls(tokenizer, lambda _: tokenizer.encode(left.pop(0) + end, add_special_tokens=False))
+
+        def script(_: Sequence[int]) -> Sequence[int]:
+            text = left.pop(0)
+            if isinstance(text, Exception):
+                raise text
+            return list(tokenizer.encode(text + end, add_special_tokens=False))
+
+        return cls(tokenizer, script)
 
     async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
         await asyncio.sleep(0)

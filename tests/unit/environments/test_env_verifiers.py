@@ -7,32 +7,33 @@ import signal
 import textwrap
 from typing import Any
 
-import msgspec
 import pytest
 
 from pipelinerl.environments import make_environment
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RequestError, RolloutError
 from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.types import Rollout
-from tests.unit.chat_parts import SamplingClient, make_tokenizer
+from tests.unit.chat_parts import SamplingClient, calling, make_tokenizer
 from tests.unit.environments.env_client import one_line
 
 pytestmark = pytest.mark.slow  # for what verifiers imports
 pytest.importorskip("verifiers")
 
 TOKENIZER = make_tokenizer()
-SUMS = 'Dataset.from_list([{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)])'
 HEAD = """
-import asyncio, threading
+import threading
 import verifiers as vf
 from datasets import Dataset
 
 def sums():
-    return SUMS
+    return Dataset.from_list([{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)])
 
 def right(completion, answer, parser):
     return float(parser.parse_answer(completion) == answer)
-""".replace("SUMS", SUMS)
+
+def load_environment():
+    return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[reward]))
+"""
 
 SINGLE = """
 def load_environment(system="Be brief.", **more):
@@ -80,7 +81,7 @@ def load_environment(**more):
 
 @pytest.fixture
 def load(tmp_path):
-    """Makes the environment of a file with this code."""
+    """Makes the environment of a file with this code: a `reward`, or a `load_environment` of its own."""
 
     def make(code: str, tokenizer: Any = TOKENIZER, seed: int = 0, **arguments: Any) -> Any:
         path = tmp_path / f"file{len(list(tmp_path.glob('*.py')))}.py"
@@ -90,7 +91,9 @@ def load(tmp_path):
     return make
 
 
-def play(environment: Any, *texts: str, tokenizer: Any = TOKENIZER, problem: Any = None) -> tuple[Rollout, list[str]]:
+def play(
+    environment: Any, *texts: str | Exception, tokenizer: Any = TOKENIZER, problem: Any = None
+) -> tuple[Rollout, list[str]]:
     """A rollout in which the model says these things, and the prompts that it was given."""
     client = SamplingClient.saying(tokenizer, *texts)
     rollout = asyncio.run(environment.rollout(environment.problem(0) if problem is None else problem, client))
@@ -100,8 +103,14 @@ def play(environment: Any, *texts: str, tokenizer: Any = TOKENIZER, problem: Any
     return rollout, [tokenizer.decode(ids) for ids in client.prompts]
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {msgspec.json.encode(arguments).decode()}}}\n</tool_call>'
+def play_together(environment: Any, *texts: str) -> list[Rollout]:
+    """Rollouts at the same time, in each of which the model says one of these things."""
+
+    async def main() -> list[Rollout]:
+        clients = [SamplingClient.saying(TOKENIZER, text) for text in texts]
+        return await asyncio.gather(*(environment.rollout(environment.problem(0), client) for client in clients))
+
+    return asyncio.run(main())
 
 
 def asked(text: str) -> str:
@@ -154,11 +163,11 @@ def test_options_reach_the_template(load) -> None:
 def test_tools_are_shown_called_and_counted(load) -> None:
     environment = load(TOOLS)
     n = int(environment.problem(0).payload["answer"]) // 2
-    rollout, prompts = play(environment, "Well. " + call("add", a=n, b=n), f"It is {2 * n}.")
+    rollout, prompts = play(environment, "Well. " + calling("add", a=n, b=n), f"It is {2 * n}.")
     assert '"name": "add"' in prompts[0]
     assert "Add two numbers." in prompts[0]
     assert "strict" not in prompts[0]
-    assert prompts[1].startswith(prompts[0] + "Well. " + call("add", a=n, b=n) + "<|im_end|>")
+    assert prompts[1].startswith(prompts[0] + "Well. " + calling("add", a=n, b=n) + "<|im_end|>")
     assert f"<|im_start|>tool\n{2 * n}<|im_end|>" in prompts[1]
     assert rollout.reward == 1.0
     assert rollout.metrics["add_calls"] == rollout.metrics["total_tool_calls"] == 1.0
@@ -167,12 +176,9 @@ def test_tools_are_shown_called_and_counted(load) -> None:
 
 def test_the_environment_sees_ids_and_log_probabilities(load) -> None:
     environment = load("""
-    def sampled(state):
+    def reward(state):
         (step,) = state["trajectory"]
         return len(step["tokens"]["completion_ids"]) + sum(step["tokens"]["completion_logprobs"])
-
-    def load_environment():
-        return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[sampled]))
     """)
     rollout, _ = play(environment, "It is 4.")
     assert rollout.reward == len(rollout.turns[0].completion.token_ids) / 2  # each has a log-probability of -0.5
@@ -215,23 +221,11 @@ def test_evaluation_rows_are_never_trained_on(load) -> None:
 
 # ------------------------------------------------------------------------------------------------------ rewards
 
-RAISES = """
-def brittle(completion):
-    return float(completion[-1].content)
-
-def load_environment():
-    return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[brittle]))
-"""
-
 
 def test_a_reward_that_raises_is_worth_0_and_counted_for_its_own_rollout(load) -> None:
-    environment = load(RAISES)
-
-    async def main() -> list[Rollout]:
-        clients = [SamplingClient.saying(TOKENIZER, text) for text in ("1", "x", "2", "y")]
-        return await asyncio.gather(*(environment.rollout(environment.problem(0), client) for client in clients))
-
-    scored = [(rollout.reward, rollout.metrics["reward_errors"]) for rollout in asyncio.run(main())]
+    environment = load("def reward(completion):\n    return float(completion[-1].content)")
+    rollouts = play_together(environment, "1", "x", "2", "y")
+    scored = [(rollout.reward, rollout.metrics["reward_errors"]) for rollout in rollouts]
     assert scored == [(1.0, 0.0), (0.0, 1.0), (2.0, 0.0), (0.0, 1.0)]
 
 
@@ -258,33 +252,22 @@ def test_a_slow_reward_keeps_nothing_waiting(load) -> None:
     environment = load("""
     done = threading.Event()
 
-    def waits(completion):
+    def reward(completion):
         if completion[-1].content == "first":
             return float(done.wait(60))
         done.set()
         return 2.0
-
-    def load_environment():
-        return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[waits]))
     """)
-
-    async def main() -> list[Rollout]:
-        clients = [SamplingClient.saying(TOKENIZER, text) for text in ("first", "second")]
-        return await asyncio.gather(*(environment.rollout(environment.problem(0), client) for client in clients))
-
-    assert [rollout.reward for rollout in asyncio.run(main())] == [1.0, 2.0]
+    assert [rollout.reward for rollout in play_together(environment, "first", "second")] == [1.0, 2.0]
 
 
 def test_a_reward_that_needs_the_main_thread_says_so(load) -> None:
     code = """
     import signal
 
-    def alarmed():
+    def reward():
         signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
         return 1.0
-
-    def load_environment():
-        return vf.SingleTurnEnv(dataset=sums(), rubric=vf.Rubric(funcs=[alarmed]))
     """
     with pytest.raises(RolloutError, match=r"main thread .* \(set environment.args.threads to false\)"):
         play(load(code), "4")
@@ -294,39 +277,19 @@ def test_a_reward_that_needs_the_main_thread_says_so(load) -> None:
 # ------------------------------------------------------------------------------------------------------ failures
 
 
-class Failing(SamplingClient):
-    """Raises `error` at the call after these texts."""
-
-    def __init__(self, error: Exception, *texts: str) -> None:
-        super().__init__(TOKENIZER, SamplingClient.saying(TOKENIZER, *texts).script)
-        self._error, self._left = error, len(texts)
-
-    async def generate(self, prompt_ids: Any, *, max_tokens: int | None = None) -> Any:
-        if len(self.completions) == self._left:
-            raise self._error
-        return await super().generate(prompt_ids, max_tokens=max_tokens)
-
-
-def test_what_a_call_of_the_model_raises_comes_out(load) -> None:
+def test_what_a_call_of_the_model_raises_comes_out_but_a_later_prompt_that_is_too_long_is_the_end(load) -> None:
     environment = load(MULTI)
-    for error in (PromptTooLongError("no room"), RequestError("no engine")):
-        with pytest.raises(type(error), match=str(error)):
-            asyncio.run(environment.rollout(environment.problem(0), Failing(error)))
-    with pytest.raises(RequestError, match="no engine"):
-        asyncio.run(environment.rollout(environment.problem(0), Failing(RequestError("no engine"), "1")))
-
-
-def test_a_later_prompt_that_is_too_long_ends_the_rollout_and_it_is_scored(load) -> None:
-    environment = load(MULTI)
-    client = Failing(PromptTooLongError("no room"), "1", "2")
-    rollout = asyncio.run(environment.rollout(environment.problem(0), client))
+    for texts in ([PromptTooLongError("no room")], [RequestError("no engine")], ["1", RequestError("no engine")]):
+        with pytest.raises(type(texts[-1]), match=str(texts[-1])):
+            play(environment, *texts)
+    rollout, _ = play(environment, "1", "2", PromptTooLongError("no room"))
     assert (len(rollout.turns), rollout.reward, rollout.metrics["prompt_too_long"]) == (2, 0.0, 1.0)
 
 
 def test_errors_of_the_environment_cost_the_rollout(load) -> None:
     stops = TOOLS.replace("max_turns=3", "max_turns=3, stop_errors=[TypeError]")
     with pytest.raises(RolloutError, match=r"environment file0 ended with ToolCallError\(\) -> TypeError"):
-        play(load(stops), call("add", a=1))
+        play(load(stops), calling("add", a=1))
     raises = MULTI.replace('state["guesses"].append', 'state["nothing"].append')
     environment = load(raises)
     with pytest.raises(KeyError, match="nothing"):
@@ -336,16 +299,12 @@ def test_errors_of_the_environment_cost_the_rollout(load) -> None:
 # ------------------------------------------------------------------------------------------------------ setting up
 
 
-def test_an_installed_environment_is_found_by_its_name(tmp_path, monkeypatch) -> None:
+def test_an_installed_environment_is_found_by_its_name_and_leaves_signal_handlers_alone(tmp_path, monkeypatch) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     (tmp_path / "very_own_sums.py").write_text(HEAD + SINGLE)
     monkeypatch.syspath_prepend(tmp_path)
     environment = make_environment("verifiers", {"environment": "someone/very-own-sums"}, TOKENIZER, 0)
     assert environment.problem(0).id.startswith("someone/very-own-sums/")
-
-
-def test_loading_leaves_signal_handlers_alone(load) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    load(SINGLE)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -370,7 +329,7 @@ RETURNS = "def load_environment():\n    return "
         (
             RETURNS + "vf.SingleTurnEnv(dataset=lambda: 1 / 0, rubric=vf.Rubric(funcs=[right]))",
             {},
-            "file0.py, line 12: ",
+            "file0.py, line 15: ",
         ),
         (RETURNS + "vf.SingleTurnEnv(eval_dataset=sums(), rubric=vf.Rubric(funcs=[right]))", {}, "no dataset to train on"),
         (RETURNS + "vf.SingleTurnEnv(dataset=sums())", {}, "no reward function with a weight"),

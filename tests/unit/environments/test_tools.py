@@ -15,18 +15,14 @@ from pipelinerl.environments.chat.tool_use import MAX_RESULT, tool_of
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
 from pipelinerl.preprocess.preprocessor import join_turns
-from pipelinerl.types import Completion, Problem, Rollout
-from tests.unit.chat_parts import SamplingClient, make_tokenizer
+from pipelinerl.types import Problem, Rollout
+from tests.unit.chat_parts import SamplingClient, calling, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 EXAMPLE = f"{Path(__file__).parents[3]}/examples/calculator.py:Calculator"
 
 
-def calling(name: str, /, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def play(environment: Any, problem: Problem, *texts: str) -> tuple[Rollout, str]:
+def play(environment: Any, problem: Problem, *texts: str | Exception) -> tuple[Rollout, str]:
     """The rollout in which the model says these things, and its whole text."""
     client = SamplingClient.saying(TOKENIZER, *texts)
     rollout = asyncio.run(environment.rollout(problem, client))
@@ -123,35 +119,22 @@ def test_tools_may_have_a_state_and_several_may_be_called_at_once() -> None:
 
 
 def test_results_that_leave_no_room_end_the_attempt_with_what_there_is() -> None:
-    client = SamplingClient.saying(TOKENIZER, calling("long"), "Never said.")
-    generate = client.generate
-
-    async def small(prompt_ids: Sequence[int], *, max_tokens: int | None = None) -> Completion:
-        if len(prompt_ids) > MAX_RESULT / 4:
-            raise PromptTooLongError("no room")
-        return await generate(prompt_ids, max_tokens=max_tokens)
-
-    client.generate = small  # type: ignore[method-assign]
-
     def long() -> str:
         """Say much."""
         return "abcdefgh" * MAX_RESULT
 
     class Long(Counting):
-        def prompt(self, problem: Problem) -> Sequence[dict[str, str]]:
-            return [{"role": "user", "content": problem.id}]
-
         def tools(self, problem: Problem) -> Sequence[Any]:
             return [tool_of(long)]
 
         def reward(self, problem: Problem, answer: str, messages: Sequence[Any]) -> float:
             return float(len(messages[-1]["content"]))
 
-    rollout = asyncio.run(Long(TOKENIZER, 0).rollout(Problem(id="?", payload={}), client))
+    rollout, _ = play(Long(TOKENIZER, 0), SUM, calling("long"), PromptTooLongError("no room"))
     assert (rollout.metrics["out_of_context"], len(rollout.turns)) == (1, 1)
     assert rollout.reward < MAX_RESULT + 50
     with pytest.raises(PromptTooLongError):
-        asyncio.run(Long(TOKENIZER, 0).rollout(Problem(id="?" * MAX_RESULT, payload={}), client))
+        play(Long(TOKENIZER, 0), SUM, PromptTooLongError("no room"))
 
 
 # ------------------------------------------------------------------------------------------------ functions in a file
