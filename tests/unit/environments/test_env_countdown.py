@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.tasks.numbers import read_expression
-from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.types import Problem
 from tests.unit.environments.env_client import TOKENIZER, rollout
 
@@ -89,15 +88,3 @@ def test_every_problem_can_be_solved_and_none_is_trivial():
     prompt = TOKENIZER.decode(wrong.turns[0].prompt_ids)
     assert prompt.startswith(f"Use the numbers {numbers[0]}, ")
     assert f" to make {target}. " in prompt
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"numbers": [4, 3]}, r"numbers is \[4, 3\]: give the minimum first"),
-        ({"highest": 90, "numbers": 8, "highest_target": 2}, "leave too few problems"),
-    ],
-)
-def test_arguments_that_can_not_be_used(arguments, complaint):
-    with pytest.raises(EnvironmentSetupError, match=complaint):
-        make_environment("countdown", arguments, TOKENIZER, 0)

@@ -186,11 +186,12 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(ow
         ("countdown", {"higest": 20}, "did you mean `highest`?"),
         ("gcd", {"digits": 3}, "it takes nothing"),
         ("{examples}/calculator.py:Calculator", {}, "Calculator needs a chat model"),
-        (
-            "math",
-            {"path": "no/such.jsonl", "judge": "numbers"},
-            "/no/such.jsonl: a path is relative to the working",
-        ),
+        ("math", {"path": "no/such.jsonl", "judge": "numbers"}, "/no/such.jsonl: a path is relative to the working"),
+        ("math", {"path": "", "judge": "numbers", "judge_processes": 2}, "judge_processes has no effect: it is for"),
+        ("math", {"path": "", "judge": "numbers", "system": "x"}, "system has no effect: there is no chat"),
+        ("agent", {"run": "a.py:f", "problems": {"kind": "gcd"}, "held_out": 0.5}, "held_out has no effect"),
+        ("countdown", {"numbers": [4, 3]}, "numbers is [4, 3]: give the minimum first"),
+        ("countdown", {"highest": 90, "numbers": 8, "highest_target": 2}, "leave too few problems"),
     ],
 )
 def test_mistakes_are_one_line_that_names_them(own, kind, args, complaint):

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from tests.integration.runs import alive, until
 
 FUNCTIONS = """
 import ctypes, itertools, os, subprocess, sys, time
@@ -83,21 +83,6 @@ def play(pool, *calls):
         return asyncio.run(main())
     finally:
         pool.close()
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone_soon(pid):
-    for _ in range(500):
-        if not alive(pid):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 DEADLY = {
@@ -208,11 +193,11 @@ def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(pool)
 
     pid, count = asyncio.run(main())
     assert count == 1
-    assert gone_soon(pid)
+    until(lambda: not alive(pid), timeout_s=5.0)
     assert asyncio.run(pool.call("act", "count")) == 2  # in another loop
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)  # between two calls it costs nothing
-    assert gone_soon(pid)
+    until(lambda: not alive(pid), timeout_s=5.0)
     assert play(pool, ["count"]) == [1]
 
 
@@ -225,7 +210,7 @@ def test_processes_end_with_a_pool_that_is_closed_or_forgotten(file):
     pool.close()
     pool.close()
     assert not alive(pid)
-    assert gone_soon(child)
+    until(lambda: not alive(child), timeout_s=5.0)
     with pytest.raises(RuntimeError, match="closed"):
         asyncio.run(pool.call("act", "count"))
 
@@ -262,7 +247,7 @@ def test_processes_end_when_that_of_the_pool_is_killed(file):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert all(map(gone_soon, pids))
+    until(lambda: not any(map(alive, pids)), timeout_s=5.0)
 
 
 @pytest.mark.parametrize(
