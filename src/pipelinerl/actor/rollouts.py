@@ -36,6 +36,17 @@ async def advance(engine: AsyncEngine, awake: Awake) -> None:
         await asyncio.sleep(IDLE_S)
 
 
+def sampling_of(config: ActorConfig, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """The sampling parameters of a run file, for a model with these stop tokens."""
+    return SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop_token_ids=tuple(stop_token_ids),
+    )
+
+
 class RolloutContext:
     """What training rollouts and evaluations of a generation process share: `slots` is the engine's H, and `sampling` and
     the time limit are those of `config`.
@@ -54,13 +65,7 @@ class RolloutContext:
         notes: tuple[str, ...] = (),
     ) -> None:
         self.environment, self.engine, self.tokenizer = environment, engine, tokenizer
-        self.sampling = SamplingParams(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            stop_token_ids=tuple(stop_token_ids),
-        )
+        self.sampling = sampling_of(config, stop_token_ids)
         self.rollout_timeout_s = config.rollout_timeout_s
         self.seed, self.slots, self.notes = seed, slots, notes
         self.awake = Awake()

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 
-from pipelinerl.config.schema import LONGEST_SLOT, RunConfig
+from pipelinerl.actor.rollouts import sampling_of
+from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.prompts import TextStream, encode_or_refuse, has_chat_template, text_decoder
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
-from pipelinerl.models.loading import load_tokenizer, model_max_length, stop_token_ids
-from pipelinerl.types import GenerationRequest, SamplingParams
+from pipelinerl.models.loading import load_tokenizer, slot_length, stop_token_ids
+from pipelinerl.types import GenerationRequest
 
 
 class Chat:
@@ -30,10 +32,9 @@ class Chat:
         model = target.load(config.engine.device)
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
-        self._length = config.engine.max_length or min(model_max_length(model) or LONGEST_SLOT, LONGEST_SLOT)
+        self._length = slot_length(model, config.engine.max_length)
         self._engine = LocalEngine(model, slots=1, max_length=self._length)
-        self._stop = stop_token_ids(model, self._tokenizer)
-        self._actor, self._seed = config.actor, seed
+        self._sampling, self._seed = sampling_of(config.actor, stop_token_ids(model, self._tokenizer)), seed
         self._first = [{"role": "system", "content": system}] if system else []
         self.has_template = has_chat_template(self._tokenizer)
         if system and not self.has_template:
@@ -57,14 +58,8 @@ class Chat:
         if room < 1:
             raise PromptTooLongError(f"the chat has {len(prompt)} tokens, and engine.max_length is {self._length}")
         self._seed += 1
-        sampling = SamplingParams(
-            max_tokens=min(room, self._actor.max_tokens),
-            temperature=self._actor.temperature,
-            top_p=self._actor.top_p,
-            top_k=self._actor.top_k,
-            stop_token_ids=self._stop,
-            seed=self._seed,
-        )
+        most = min(room, self._sampling.max_tokens)
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=most, seed=self._seed)
         request = GenerationRequest(id=f"chat-{self._seed}", prompt_ids=prompt, sampling=sampling, stream=True)
         self._engine.submit(request)
         answered, stream, done = "", TextStream(text_decoder(self._tokenizer)), False
@@ -72,7 +67,8 @@ class Chat:
             while not done:
                 output = self._engine.step()
                 done = bool(output.finished)
-                piece = stream.feed([event.token_id for event in output.tokens if event.token_id not in self._stop])
+                tokens = [event.token_id for event in output.tokens]
+                piece = stream.feed([token_id for token_id in tokens if token_id not in sampling.stop_token_ids])
                 piece += stream.rest() if done else ""
                 answered += piece
                 yield piece

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.actor.client import derive_seed
+from pipelinerl.actor.rollouts import sampling_of
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RunDirectoryError, UserError
@@ -348,13 +349,8 @@ def study_kv_cache(
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
     models = [weights.new_model(0, config.engine.device) for _ in range(4)]
-    sampling = SamplingParams(
-        max_tokens=length,
-        temperature=study.temperature,
-        top_p=config.actor.top_p,
-        top_k=config.actor.top_k,
-        stop_token_ids=stop_token_ids(models[0], load_tokenizer(config.model)),
-    )
+    sampling = sampling_of(config.actor, stop_token_ids(models[0], load_tokenizer(config.model)))
+    sampling = msgspec.structs.replace(sampling, max_tokens=length)
     requests = make_requests(groups[:problems], sampling, attempts, seed)
     prompt_tokens = max(len(request.prompt_ids) for _, request in requests)
     longest = prompt_tokens + length
