@@ -44,8 +44,8 @@ def test_a_text_begins_as_the_model_expects_and_does_not_end(template: str, befo
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "function": {"data": "data.jsonl", "reward": "r.py:reward"},
-    "tools": {"data": "data.jsonl", "reward": "r.py:reward", "functions": "r.py:add"},
+    "function": {"data": "data.jsonl", "reward": "r.py:reward", "isolate": False},
+    "tools": {"data": "data.jsonl", "reward": "r.py:reward", "functions": "r.py:add", "isolate": False},
     "math": {"path": "data.jsonl", "judge": "numbers"},
     "mixture": {"environments": {"a": {"kind": "math", "args": {"path": "data.jsonl", "judge": "numbers"}}}},
 }
@@ -69,8 +69,6 @@ def made(kind: str, options: dict[str, Any], template: str | None = WITH_OPTION,
         given = {"environments": {"a": part | {"args": part["args"] | {"template_options": options}}}}
     else:
         given |= {"template_options": options}
-    if kind in ("function", "tools"):
-        given |= {"isolate": False}
     return make_environment(kind, given, tokenizer, 0), tokenizer
 
 

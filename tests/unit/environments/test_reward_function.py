@@ -219,13 +219,10 @@ def too_few(completions, example):
 """
 
 
-def weights(tmp_path, **named):
-    return {f"{tmp_path}/rewards.py:{name}": weight for name, weight in named.items()}
-
-
 @pytest.mark.parametrize("isolate", [False, True])
 def test_several_functions_are_added_with_their_weights_and_each_is_a_metric(task, tmp_path, isolate):
-    environment = task(rewards=SEVERAL, reward=weights(tmp_path, right=2.0, brief=0.25, judge=0.5), isolate=isolate)
+    weights = {f"{tmp_path}/rewards.py:{name}": weight for name, weight in (("right", 2.0), ("brief", 0.25), ("judge", 0.5))}
+    environment = task(rewards=SEVERAL, reward=weights, isolate=isolate)
     problem = environment.problem(0)
     answer = problem.payload["answer"]
     (right, wrong), _ = play(environment, problem, [answer, "nonsense"])
