@@ -64,7 +64,7 @@ def config_from_yaml(text: str, source: str = "config.yaml") -> RunConfig:
 
 
 def config_to_yaml(config: RunConfig, *, only_given: bool = False) -> str:
-    """Every key, or those that were set, and its value. `config_from_yaml` reads back an equal configuration."""
+    """Every key and its value, or only the keys that were set. `config_from_yaml` reads back an equal configuration."""
     return yaml_text.dump(config.model_dump(mode="json", exclude_unset=only_given))
 
 

@@ -1,9 +1,9 @@
 """Decides on which machine and GPUs each process of a run is started. Pure: a function of the run file and the machines.
 
 Processes that need most GPUs are placed first, so that a smaller one never takes the last room of a larger one. Each goes
-where most GPUs, and then most CPUs, are free; one that belongs to another (`Role.beside`) goes to that one's machine if it
-fits there. GPUs are a limit; CPUs are not, they only balance the machines. A GPU is shared only by processes whose device in
-the run file has its number.
+where most GPUs, and then most CPUs, are free. A process that belongs to another (`Role.beside`) goes to the same machine if
+it fits there. GPUs are a limit; CPUs are not, they only balance the machines. A GPU is shared only by processes whose device
+in the run file has its number.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def place_here(config: RunConfig) -> tuple[list[Placement], Node]:
 def visible_gpus(config: RunConfig, places: Sequence[Placement], outer: str | None) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES for the processes that see only their own GPU; `outer`: the value for the launcher.
 
-    `place` has chosen a GPU for these, or they are vLLM's, which takes the first one that it sees. The others find
+    `place` has chosen a GPU for these, or they are vLLM's, which takes the first that it sees. The others find
     theirs by the number in the run file.
     """
     numbered = {role.name for role in roles_of(config) if role.at is not None}

@@ -41,7 +41,7 @@ class LoadedEnvironment(NamedTuple):
 
 
 def load_environment(installed: str, load: str, arguments: Mapping[str, Any]) -> LoadedEnvironment:
-    """The environment named `installed`, or the one that the function `load` returns. The other argument is "".
+    """The environment named `installed`, or what the function `load` returns. The other argument is "".
 
     Raises EnvironmentSetupError, with one line, if it can't be loaded or has no data to train on.
     """
@@ -194,11 +194,11 @@ def _openai_message(message: Any) -> dict[str, Any]:
 
 
 _errors: ContextVar[list[str] | None] = ContextVar("_errors", default=None)
-"""Receives the errors of the reward functions of a rollout: those that say nothing of the answer, and "" for the others."""
+"""Receives the errors of the reward functions of a rollout: "" for an error that tells something of the answer."""
 
 
 def prepare_rubrics(environment: Environment, name: str, *, threads: bool) -> None:
-    """Record the errors of the environment's reward functions; with `threads`, run those that aren't `async` in threads.
+    """Record the errors of the environment's reward functions; with `threads`, run plain functions in threads.
 
     Raises EnvironmentSetupError if rollouts can't be scored one by one, or if every reward would be 0.
     """

@@ -237,7 +237,7 @@ def open_trainer(
         with lines(run.sessions) as sessions:
             sessions.write(begun)
 
-    if checkpoint is None:  # a resume is recorded with its first step: one that fails before changes nothing
+    if checkpoint is None:  # a resume is recorded with its first step: a failure before it changes nothing
         begin()
     queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
     with (

@@ -60,8 +60,8 @@ STEP_S = 0.005
 class RemoteEngine:
     """One or more engine servers behind `interfaces.AsyncEngine`. Made by `connect`, and used in the same event loop.
 
-    `version`: the newest that all servers have acknowledged, except those that are gone. `copies`: the number of servers,
-    each with a replica of the model, including those that are gone.
+    `version`: the newest that all servers but the lost ones have acknowledged. `copies`: the number of servers,
+    each with a replica of the model, including the lost ones.
     """
 
     def __init__(self, replicas: Sequence[Replica], *, name: str, bounds: Bounds) -> None:

@@ -41,7 +41,7 @@ class Replica:
     `instance`: the id of the process that answered last; "" before the first answer. `failing_since_s`: its failure clock,
     which the first missing answer starts and a valid one stops. `gone`: it has failed for as long as `Bounds` allows.
     `load`: the number of requests that have a slot, by prompt in `prompts`. `wanted`: the newest weights that all servers
-    have acknowledged, except those that are gone; None before the first.
+    but the lost ones have acknowledged; None before the first.
     """
 
     def __init__(self, server: EngineServer, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
