@@ -31,7 +31,6 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.experiments.compare.results import (
     CONVENTIONAL,
     PIPELINE,
-    RunResult,
     Settings,
     findings,
     row,
@@ -238,14 +237,12 @@ def compare(
     records = {run.name: read_run(out / run.name) for run in runs}
     used = {label: settings for label, (settings, _) in tuned.items()}
 
-    def results(goal: float | None) -> list[RunResult]:
-        return [
-            run_result(records[run.name], run.setting.label, used[run.setting.label], folder.executions[run.name], goal)
-            for run in runs
-        ]
-
-    target = target_reward(results(None)) if target is None else target
-    found = results(target)
+    if target is None:
+        target = target_reward((run.setting.label, records[run.name].evaluations) for run in runs)
+    found = [
+        run_result(records[run.name], run.setting.label, used[run.setting.label], folder.executions[run.name], target)
+        for run in runs
+    ]
     rows = [row(found, label) for label in used]
     pipeline = next((one for one in rows if one.schedule == PIPELINE), None)
     contents: dict[str, Any] = {

@@ -94,19 +94,19 @@ def run_result(
     )
 
 
-def target_reward(runs: Iterable[RunResult]) -> float | None:
+def target_reward(runs: Iterable[tuple[str, Sequence[EvaluationRecord]]]) -> float | None:
     """The default target: nine tenths of the way from the first reward to a reward that every kind of schedule reaches.
 
-    The range starts at the mean of all runs' first rewards. Its end is a minimum over the kinds of schedules: the reward
-    that the kind's best schedule reaches in its worst seed. So every kind has a schedule that reaches the target, and a
-    schedule that diverges does not lower it for the others. The target is rounded down to two digits of the range. None if
-    the reward did not rise.
+    `runs`: the schedule and the evaluations of each. The range starts at the mean of all runs' first rewards. Its end is a
+    minimum over the kinds of schedules: the reward that the kind's best schedule reaches in its worst seed. So every kind
+    has a schedule that reaches the target, and a schedule that diverges does not lower it for the others. The target is
+    rounded down to two digits of the range. None if the reward did not rise.
     """
     learnt: dict[tuple[str, str], list[list[float]]] = {}
-    for run in runs:
-        if run.held_out:
-            rewards = [one.reward_mean or 0.0 for one in run.held_out]
-            learnt.setdefault((run.schedule.partition(":")[0], run.schedule), []).append(rewards)
+    for schedule, evaluations in runs:
+        if evaluations:
+            rewards = [one.reward_mean or 0.0 for one in evaluations]
+            learnt.setdefault((schedule.partition(":")[0], schedule), []).append(rewards)
     if not learnt:
         return None
     reached: dict[str, float] = {}

@@ -19,6 +19,7 @@ from pipelinerl.experiments.compare.results import (
     target_reward,
 )
 from pipelinerl.experiments.runs import Execution
+from pipelinerl.metrics.evaluations import EvaluationRecord
 from tests.unit.record_parts import evaluation
 
 
@@ -29,20 +30,18 @@ def result(
     time_s: float | None = 10.0,
     rate: float = 100.0,
     status: str = "finished",
-    rewards: Sequence[float] = (),
 ) -> RunResult:
     quantities = {
         "time_to_reward_s": time_s,
         "samples_to_reward": 1000.0,
         "samples_per_s": rate if status == "finished" else None,
     }
-    answered = [evaluation("online", version, reward_mean=reward) for version, reward in enumerate(rewards)]
     return RunResult(
         schedule=schedule,
         seed=seed,
         settings=Settings(1, 8),
         execution=Execution(run=f"{schedule}/seed-{seed}", status=status, began="", load_before=0.1),
-        held_out=answered,
+        held_out=[],
         quantities=dict.fromkeys(QUANTITIES) | quantities,
     )
 
@@ -85,8 +84,11 @@ def test_ratios_against_a_reference(times: list[tuple[float | None, float | None
     assert (found.median is None) == (None in expected)
 
 
-def rewards(schedule: str, *of_seeds: list[float]) -> list[RunResult]:
-    return [result(schedule, seed, rewards=values) for seed, values in enumerate(of_seeds)]
+def rewards(schedule: str, *of_seeds: list[float]) -> list[tuple[str, list[EvaluationRecord]]]:
+    return [
+        (schedule, [evaluation("online", version, reward_mean=reward) for version, reward in enumerate(values)])
+        for values in of_seeds
+    ]
 
 
 def test_the_target_is_what_every_kind_can_reach() -> None:
