@@ -26,7 +26,7 @@ from pipelinerl.launch.run_lock import errors_explained, fresh_directory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import Records, read_records
 from pipelinerl.metrics.records import Record, StepRecord
-from pipelinerl.run_directory import RunDirectory
+from pipelinerl.run_directory import RunDirectory, existing_run
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.trial import Trial
@@ -45,10 +45,8 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         """Raises RunDirectoryError if this is not a run directory."""
-        self.path = Path(path).absolute()
-        self._files = RunDirectory(self.path)
-        if not self._files.config.is_file():
-            raise RunDirectoryError(f"{path} is not a run directory (it has no config.yaml)")
+        self._files = existing_run(Path(path).absolute())
+        self.path = self._files.root
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

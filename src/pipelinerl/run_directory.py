@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from pipelinerl.errors import RunDirectoryError
+
 ORPHAN_PATIENCE_S = 30.0
 """How long the processes of a run may take to end by themselves once their launcher has ended."""
 
@@ -81,3 +83,12 @@ class RunDirectory:
     def report(self, role: str) -> Path:
         """Where a process of the current session writes at its end how it ended."""
         return self.control / f"{role}.report.json"
+
+
+def existing_run(root: Path) -> RunDirectory:
+    """The directory of a run that was started. Raises RunDirectoryError."""
+    run = RunDirectory(root)
+    if not run.config.is_file():
+        missing = "it has no config.yaml" if root.is_dir() else "there is no such folder"
+        raise RunDirectoryError(f"{root} is not a run directory: {missing}")
+    return run

@@ -267,25 +267,26 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(segment.token_ids) for segment in self.segments)
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared group. Each rollout is either in `samples` or in `dropped_by_length`.
+class DroppedRollout(msgspec.Struct, frozen=True):
+    """A rollout that is not trained on, and why. `tokens`: the sampled ones, so that a bias against a length is visible."""
 
-    `index` is the group's index, and `ids` are the ids of all its rollouts. `dropped_by_length` maps each reason to the
-    number of sampled tokens of each rollout dropped for it, so that a bias against a length is visible. `dropped_ids` and
-    `dropped_rewards` are theirs, in the same order.
-    """
+    id: str
+    reason: str
+    tokens: int
+    reward: float
+
+    @classmethod
+    def of(cls, sample: TrainingSample, reason: str) -> DroppedRollout:
+        return cls(sample.id, reason, sample.sampled_count, sample.reward)
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A prepared group: its index, the ids of all its rollouts, and each of them in `samples` or in `dropped`."""
 
     index: int
     ids: tuple[str, ...]
     samples: tuple[TrainingSample, ...]
-    dropped_by_length: dict[str, tuple[int, ...]] = {}
-    dropped_ids: dict[str, tuple[str, ...]] = {}
-    dropped_rewards: dict[str, tuple[float, ...]] = {}
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Reason -> number of rollouts."""
-        return {reason: len(lengths) for reason, lengths in self.dropped_by_length.items()}
+    dropped: tuple[DroppedRollout, ...] = ()
 
 
 class UpdateReceipt(msgspec.Struct, frozen=True, kw_only=True):

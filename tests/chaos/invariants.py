@@ -18,10 +18,9 @@ import msgspec
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.replay.training import RecordedRun, recorded_samples
 from pipelinerl.metrics.reading import read_lines, read_records, without_repeated
-from pipelinerl.metrics.records import SessionRecord, StepRecord
+from pipelinerl.metrics.records import PublishedRecord, SessionRecord, StepRecord, TrainedRecord, TrainedSample
 from pipelinerl.preprocess import Preprocessor, newest_version
 from pipelinerl.run_directory import RunDirectory
-from pipelinerl.trainer.status import PublishedRecord, TrainedRecord, TrainedSample
 from pipelinerl.types import Group, TrainingSample
 
 MOST_SAID = 3
@@ -136,7 +135,7 @@ class _Records:
             if times > 1:
                 yield "once", f"group {index} was handed over {times} times in session {session + 1}"
         ends = Counter(sample.id for record in self.trained for sample in record.samples)
-        ends.update(one for record in self.trained for ids in record.dropped_ids.values() for one in ids)
+        ends.update(one.id for record in self.trained for one in record.dropped)
         for rollout, times in ends.items():
             if times > 1:
                 yield "once", f"{rollout} was trained on or dropped {times} times"
@@ -148,7 +147,7 @@ class _Records:
         latest = {group.index: group for group in self.groups}
         dropped: dict[str, int] = self.summary["rollouts_dropped"]
         settled = {sample.id for record in self.trained for sample in record.samples}
-        left_out = {one for record in self.trained for ids in record.dropped_ids.values() for one in ids}
+        left_out = {one.id for record in self.trained for one in record.dropped}
         handed_over = {rollout.id for group in latest.values() for rollout in group.rollouts}
         waiting = len(handed_over - settled - left_out)
         queued, late = self.summary["rollouts_queued"], sum(dropped.values()) - len(left_out)

@@ -21,10 +21,9 @@ from pipelinerl import RunConfig, load_config
 from pipelinerl.launch import checks, tryout
 from pipelinerl.launch.run import train
 from pipelinerl.metrics.reading import read_lines, read_records
-from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.records import StepRecord, TrainedRecord
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import read_statuses
-from pipelinerl.trainer.status import TrainedRecord
 from pipelinerl.types import Group, Rollout, StageStatus, versions_from_spans
 
 SMALL = {

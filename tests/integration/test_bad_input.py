@@ -123,7 +123,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
         1,
         "delete this checkpoint to resume from the one before",
     ),
-    "no configuration": (lambda run_dir: (run_dir / "config.yaml").unlink(), 2, "is not a run directory (there is no"),
+    "no configuration": (
+        lambda run_dir: (run_dir / "config.yaml").unlink(),
+        2,
+        "is not a run directory: it has no config.yaml",
+    ),
 }
 
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, api_key_from, at_least, config_of_run, say, write
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, api_key_from, at_least, say, write
 from pipelinerl.config.checks import mistakes
 from pipelinerl.config.load import load_config, with_flags
 from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from pipelinerl.environments.registry import find_class
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RunInterruptedError, UserError
+from pipelinerl.run_directory import existing_run
 
 if TYPE_CHECKING:
     from pipelinerl.experiments.evaluate.evaluate import EvaluationPlan
@@ -145,7 +146,7 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> EvaluationPla
 
 
 def run_push(options: argparse.Namespace, _settings: Sequence[str]) -> int:
-    config_of_run(options.run_dir)
+    existing_run(options.run_dir)
     from pipelinerl.experiments.publish import prepared, upload  # noqa: PLC0415 (loads torch)
 
     with prepared(options.run_dir, options.repo, options.version) as folder:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, config_of_run, keyed_values, say, write
+from pipelinerl.cli.parser import SETTINGS_HELP, Commands, at_least, keyed_values, say, write
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import ReplayDifferenceError, UserError
+from pipelinerl.run_directory import existing_run
 
 CALIBRATION = Path("calibration.json")
 _STUDY = (
@@ -165,7 +166,7 @@ def _experiment_folder(options: argparse.Namespace, kind: str) -> Path:
 
 def run_replay(options: argparse.Namespace, settings: Sequence[str]) -> int:
     """Raises ReplayDifferenceError, after printing the results, if the run was not repeated."""
-    config_of_run(options.run_dir)
+    existing_run(options.run_dir)
     from pipelinerl.experiments.replay.replay import difference_text, replay, result_text  # noqa: PLC0415 (loads torch)
     from pipelinerl.process import counted_interrupts  # noqa: PLC0415 - as above
 
@@ -219,7 +220,7 @@ def run_compare(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def run_study(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    config = load_config(config_of_run(options.run_dir), settings)
+    config = load_config(existing_run(options.run_dir).config, settings)
     from pipelinerl.experiments.study import make_folder, study_kv_cache, write_study  # noqa: PLC0415 (loads torch)
 
     out = options.out or options.run_dir / "study"
@@ -256,7 +257,7 @@ def run_calibrate(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def run_simulate(options: argparse.Namespace, settings: Sequence[str]) -> int:
     compared = options.compare if options.run_file is None else None
-    config = load_config(config_of_run(compared) if compared else options.run_file, settings)
+    config = load_config(existing_run(compared).config if compared else options.run_file, settings)
     from pipelinerl.experiments.planner.calibration import read_calibration  # noqa: PLC0415 (loads numpy)
     from pipelinerl.experiments.planner.scenario import read_measured, read_workload, run_scenario  # noqa: PLC0415
     from pipelinerl.experiments.planner.simulate import prediction_text, simulate  # noqa: PLC0415 (as above)

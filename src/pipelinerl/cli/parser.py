@@ -9,14 +9,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from pipelinerl._version import __version__
 from pipelinerl.config import yaml_text
 from pipelinerl.config.keys import LIKE, OLD_NAMES
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.errors import RunDirectoryError, UserError
+from pipelinerl.errors import UserError
 
 SETTINGS_HELP = (
     "Every key of the run file is also a flag (--trainer.steps 20). `pipelinerl config` prints all keys with their "
@@ -136,14 +135,6 @@ def at_least(least: float, kind: Callable[[str], float] = int, most: float = sys
 
 
 PORTS = at_least(0, most=65535)
-
-
-def config_of_run(run_dir: Path) -> Path:
-    """The run file of a run directory. Raises UserError."""
-    config = run_dir / "config.yaml"
-    if not config.is_file():
-        raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {config})")
-    return config
 
 
 def keyed_values(flag: str, texts: Sequence[str]) -> dict[str, Any]:

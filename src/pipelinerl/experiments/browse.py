@@ -19,6 +19,7 @@ import msgspec
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import INVALID_DATA, ModelLoadError, RunDirectoryError, UserError
 from pipelinerl.metrics.reading import read_lines
+from pipelinerl.metrics.records import TrainedRecord
 from pipelinerl.report.series import read_config
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.view import one_line, printable
@@ -91,8 +92,8 @@ class RunRollouts(RecordedGroups):
         super().__init__(run.recorded)
         self.fates: dict[str, Mapping[str, Any]] = {}
         with suppress(FileNotFoundError):  # before the first step
-            for step in read_lines(run.trained, _TrainedStep, lambda old, new: old.version >= new.version):
-                self.fates |= {one: {"left_out": reason} for reason, ids in step.dropped_ids.items() for one in ids}
+            for step in read_lines(run.trained, TrainedRecord, lambda old, new: old.version >= new.version):
+                self.fates |= {one.id: {"left_out": one.reason} for one in step.dropped}
                 for one in step.samples:
                     lags = {"lag_min": one.lag_min, "lag_max": one.lag_max}
                     self.fates[one.id] = {"step": step.version, "advantage": one.advantage, **lags}
@@ -109,19 +110,6 @@ class RunRollouts(RecordedGroups):
     def is_replaced(self, place: int) -> bool:
         """Whether a resumed run started this group again, so that a later line replaces it."""
         return self.places[self.indices[place]][-1] != place
-
-
-class _TrainedSample(msgspec.Struct, frozen=True):
-    id: str
-    lag_min: int
-    lag_max: int
-    advantage: float = 0.0
-
-
-class _TrainedStep(msgspec.Struct, frozen=True):
-    version: int
-    samples: tuple[_TrainedSample, ...]
-    dropped_ids: dict[str, list[str]] = {}
 
 
 # ---- token ids as text

@@ -31,7 +31,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.preprocess import newest_version
-from pipelinerl.run_directory import RunDirectory
+from pipelinerl.run_directory import RunDirectory, existing_run
 from pipelinerl.types import Group, GroupLedger
 
 T = TypeVar("T")
@@ -55,10 +55,7 @@ def resumed_config(root: Path, overrides: Overrides = ()) -> RunConfig:
 
     Raises RunDirectoryError if this is no run directory.
     """
-    run = RunDirectory(root.absolute())
-    if not run.config.is_file():
-        raise RunDirectoryError(f"{root} is not a run directory (there is no {root / 'config.yaml'})")
-    return load_config(run.config, overrides)
+    return load_config(existing_run(root.absolute()).config, overrides)
 
 
 def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:

@@ -19,7 +19,7 @@ from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, RunDirectoryError
 from pipelinerl.files import remedy, write_atomically
 from pipelinerl.launch.session import StartPlan
-from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
+from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory, existing_run
 
 DYING_PATIENCE_S = 2.0
 """A launcher that was just killed exists for a moment longer: the time that a new one waits for it."""
@@ -76,9 +76,7 @@ def lock_run_directory(config: RunConfig, existing: Path | None) -> RunLock:
     Raises RunDirectoryError if it is in use, is no run directory, or already has a run; OSError if it can't be written to.
     """
     if existing is not None:
-        run = RunDirectory(existing.absolute())
-        if not run.config.is_file():
-            raise RunDirectoryError(f"{existing} is not a run directory (it has no config.yaml)")
+        run = existing_run(existing.absolute())
     else:
         kind, schedule = config.environment.kind, config.schedule.kind
         run = RunDirectory(Path(config.run_dir).absolute() if config.run_dir else fresh_directory(kind, schedule))

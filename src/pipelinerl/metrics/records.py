@@ -20,7 +20,7 @@ from pipelinerl.errors import RunDirectoryError
 from pipelinerl.files import JsonLines, Lines
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.statistics import flat_numbers
-from pipelinerl.types import EngineProgress, WeightTransfer
+from pipelinerl.types import DroppedRollout, EngineProgress, WeightTransfer
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +236,51 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_bytes: int = 0
     trained_bytes: int = 0
     format: int = FORMAT
+
+
+# ---- which rollouts were trained on, and which weights were published: `trained.jsonl` and `published.jsonl`
+
+
+class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of a step: its number of sampled tokens, their smallest and largest lag, and its advantage.
+
+    The digests are of what was trained on: `tokens_digest` of the token ids, which of them were sampled, and their versions;
+    `logprobs_digest` of the behaviour log-probabilities. With them a replay finds a rollout whose record was changed.
+    """
+
+    id: str
+    group_index: int
+    tokens: int
+    lag_min: int
+    lag_max: int
+    advantage: float = 0.0
+    tokens_digest: str = ""
+    logprobs_digest: str = ""
+
+
+class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step. `version`: the weights after it, and `samples` are in the order of the batch.
+
+    `refused` are the batches that the ESS guard rejected since the previous record, `dropped` the rollouts that the trainer
+    dropped since then. A resumed run repeats the steps after its checkpoint: if several lines have the same version, the
+    last one counts.
+    """
+
+    version: int
+    samples: tuple[TrainedSample, ...]
+    refused: tuple[tuple[TrainedSample, ...], ...] = ()
+    dropped: tuple[DroppedRollout, ...] = ()
+
+
+class PublishedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `published.jsonl`: weights that the engines got. `digests`: the first 16 hex digits of each tensor's.
+
+    A resumed run publishes the weights of its checkpoint again: if several lines have the same version, the last one counts.
+    """
+
+    version: int
+    checksum: str
+    digests: dict[str, str]
 
 
 # ---- the timeline of each engine's load, one file for each generation process

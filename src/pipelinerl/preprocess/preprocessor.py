@@ -23,6 +23,7 @@ from pipelinerl.types import (
     ACTOR,
     PREPROCESSOR,
     TRAINER,
+    DroppedRollout,
     Group,
     Prepared,
     Rollout,
@@ -75,23 +76,21 @@ class Preprocessor:
         except ValueError as error:
             raise RolloutError(f"group {group.index}: {error}") from error
         samples: list[TrainingSample] = []
-        dropped: dict[str, list[TrainingSample]] = {}
+        dropped: list[DroppedRollout] = []
         for rollout, advantage in zip(group.rollouts, found, strict=True):
             sample = _sample(group, rollout, advantage)
             reason = self._reason_to_drop(sample)
             if reason is None:
                 samples.append(sample)
             else:
-                dropped.setdefault(reason, []).append(sample)
+                dropped.append(DroppedRollout.of(sample, reason))
         if self._reference is not None and samples:
             samples = _with_reference(samples, self._reference)
         return Prepared(
             index=group.index,
             ids=tuple(rollout.id for rollout in group.rollouts),
             samples=tuple(samples),
-            dropped_by_length={reason: tuple(out.sampled_count for out in left_out) for reason, left_out in dropped.items()},
-            dropped_ids={reason: tuple(out.id for out in left_out) for reason, left_out in dropped.items()},
-            dropped_rewards={reason: tuple(out.reward for out in left_out) for reason, left_out in dropped.items()},
+            dropped=tuple(dropped),
         )
 
     def _reason_to_drop(self, sample: TrainingSample) -> str | None:

@@ -17,7 +17,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import TIMELINE_STEM, StepRecord, TimelineRecord
 from pipelinerl.report.curves import begin_s
-from pipelinerl.run_directory import RunDirectory
+from pipelinerl.run_directory import RunDirectory, existing_run
 from pipelinerl.types import VersionSpan
 
 # ---- measures
@@ -165,11 +165,7 @@ def read_timeline(run_dir: Path) -> list[TimelineRecord]:
 
 def read_config(run_dir: Path) -> RunConfig:
     """The run file of a run directory. Raises ConfigError, and RunDirectoryError if there is none."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        missing = "it has no config.yaml" if run_dir.is_dir() else "there is no such folder"
-        raise RunDirectoryError(f"{run_dir} is not a run directory: {missing}")
-    return config_of_file(path)
+    return config_of_file(existing_run(run_dir).config)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

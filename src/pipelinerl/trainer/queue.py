@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.errors import StreamError
 from pipelinerl.interfaces import StreamReader
-from pipelinerl.types import Prepared, TrainingSample
+from pipelinerl.types import DroppedRollout, Prepared, TrainingSample
 
 RECENT_ROLLOUTS = 1024
 """Number of rollouts that `sampled_length_mean` is computed over."""
@@ -27,15 +27,6 @@ class _OpenGroup:
     offset: int
     open_ids: set[str]
     retired_ids: set[str]
-
-
-@dataclass
-class Drops:
-    """Dropped rollouts: the sampled tokens and the id of each, by reason, and all rewards."""
-
-    lengths: dict[str, list[int]] = field(default_factory=dict)
-    ids: dict[str, list[str]] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
 
 
 class SampleQueue:
@@ -67,7 +58,7 @@ class SampleQueue:
         self.trained = counts.trained
         self._dropped = Counter(counts.dropped)
         self._dropped_tokens = Counter(counts.dropped_tokens)
-        self._latest_drops = Drops()
+        self._latest_dropped: list[DroppedRollout] = []
         self._recent_lengths: deque[int] = deque(maxlen=RECENT_ROLLOUTS)
 
     @property
@@ -133,13 +124,13 @@ class SampleQueue:
     def drop(self, samples: Sequence[TrainingSample], reason: str) -> None:
         """Retire samples that won't be trained on."""
         for sample in samples:
-            self._count_dropped(reason, [sample.sampled_count], [sample.id], [sample.reward])
+            self._count_dropped(DroppedRollout.of(sample, reason))
             self._retire(sample)
 
-    def take_drops(self) -> Drops:
+    def take_dropped(self) -> list[DroppedRollout]:
         """The rollouts dropped since the last call."""
-        drops, self._latest_drops = self._latest_drops, Drops()
-        return drops
+        dropped, self._latest_dropped = self._latest_dropped, []
+        return dropped
 
     def position(self) -> QueuePosition:
         """The position for a checkpoint. With it, a resumed run trains on and counts no rollout twice, and loses none."""
@@ -159,11 +150,10 @@ class SampleQueue:
         retired_before = self._retired_before.intersection(group.ids)
         self._retired_before -= retired_before
         if not retired_before:  # otherwise its drops were counted when it was first read
-            for reason, lengths in group.dropped_by_length.items():
-                rewards = group.dropped_rewards.get(reason, ())
-                self._count_dropped(reason, lengths, group.dropped_ids.get(reason, ()), rewards)
+            for rollout in group.dropped:
+                self._count_dropped(rollout)
         self._recent_lengths.extend(sample.sampled_count for sample in group.samples)
-        self._recent_lengths.extend(length for lengths in group.dropped_by_length.values() for length in lengths)
+        self._recent_lengths.extend(rollout.tokens for rollout in group.dropped)
         samples = [sample for sample in group.samples if sample.id not in retired_before]
         self._samples.extend(samples)
         if samples:
@@ -188,9 +178,7 @@ class SampleQueue:
             del self._groups[sample.group_index]
             self._ledger.add(sample.group_index)
 
-    def _count_dropped(self, reason: str, lengths: Sequence[int], ids: Sequence[str], rewards: Sequence[float]) -> None:
-        self._dropped[reason] += len(lengths)
-        self._dropped_tokens[reason] += sum(lengths)
-        self._latest_drops.lengths.setdefault(reason, []).extend(lengths)
-        self._latest_drops.ids.setdefault(reason, []).extend(ids)
-        self._latest_drops.rewards.extend(rewards)
+    def _count_dropped(self, rollout: DroppedRollout) -> None:
+        self._dropped[rollout.reason] += 1
+        self._dropped_tokens[rollout.reason] += rollout.tokens
+        self._latest_dropped.append(rollout)

@@ -14,14 +14,15 @@ import xxhash
 
 from pipelinerl.files import Lines
 from pipelinerl.interfaces import Board
-from pipelinerl.metrics.records import CollapseWatch, EngineRecord, StepRecord
+from pipelinerl.metrics.records import CollapseWatch, EngineRecord, PublishedRecord, StepRecord, TrainedRecord, TrainedSample
 from pipelinerl.metrics.statistics import actor_total, engine_total, mean_metrics
 from pipelinerl.status.board import StatusReporter, last_statuses
-from pipelinerl.trainer.queue import Drops, SampleQueue
+from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.step import StepResult
 from pipelinerl.types import (
     ENGINE,
     TRAINER,
+    DroppedRollout,
     EngineProgress,
     ProbeReading,
     StageState,
@@ -122,7 +123,7 @@ class TrainerStatus:
         self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
         output = self._output
         statuses = last_statuses(output.board)
-        engine, actor, drops = engine_total(statuses), actor_total(statuses), queue.take_drops()
+        engine, actor, dropped = engine_total(statuses), actor_total(statuses), queue.take_dropped()
         record = StepRecord(
             version=version,
             time_s=now_s - output.started_s,
@@ -140,7 +141,7 @@ class TrainerStatus:
             ess_guard_trips=ess_guard_trips,
             engine=None if engine is None else self._engine_record(engine, now_s),
             **result.measured(),
-            **batch_statistics(samples, drops, version - 1),
+            **batch_statistics(samples, dropped, version - 1),
         )
         self._spent_s["saving_s"] = 0.0
         output.record(record)
@@ -149,15 +150,9 @@ class TrainerStatus:
             self._warnings = (PRODUCTS.format(version),)
         # The number of an environment's metrics is unbounded, and the status board has little room.
         self._latest = msgspec.structs.replace(record, metrics={}, metric_counts={}).numbers()
-        trained, *before = (tuple(TrainedSample.of(sample, version - 1) for sample in one) for one in (samples, *refused))
+        trained, *before = (tuple(trained_sample(sample, version - 1) for sample in one) for one in (samples, *refused))
         output.trained_log.write(
-            TrainedRecord(
-                version=version,
-                samples=trained,
-                refused=tuple(before),
-                dropped_lengths=drops.lengths,
-                dropped_ids=drops.ids,
-            )
+            TrainedRecord(version=version, samples=trained, refused=tuple(before), dropped=tuple(dropped))
         )
 
     def _engine_record(self, engine: EngineProgress, now_s: float) -> EngineRecord:
@@ -192,8 +187,8 @@ class TrainerStatus:
 # ---- The records of an optimizer step
 
 
-def batch_statistics(samples: Sequence[TrainingSample], drops: Drops, version: int) -> dict[str, Any]:
-    """The fields of a `StepRecord` that follow from the batch. `version`: before the step; `drops`: since the last one."""
+def batch_statistics(samples: Sequence[TrainingSample], dropped: Sequence[DroppedRollout], version: int) -> dict[str, Any]:
+    """The fields of a `StepRecord` that follow from the batch. `version`: before the step; `dropped`: since the last one."""
     rewards = [sample.reward for sample in samples]
     lengths = [sample.sampled_count for sample in samples]
     lags = [version - min(sample.versions) for sample in samples]
@@ -201,7 +196,7 @@ def batch_statistics(samples: Sequence[TrainingSample], drops: Drops, version: i
     averaged = mean_metrics(sample.metrics for sample in samples)
     return {
         "reward_mean": fmean(rewards),
-        "reward_read_mean": fmean(rewards + drops.rewards),
+        "reward_read_mean": fmean([*rewards, *(one.reward for one in dropped)]),
         "reward_std": pstdev(rewards),
         "versions_in_batch": len({version for sample in samples for version in sample.versions}),
         "crossing_fraction": fmean(min(sample.versions) < max(sample.versions) for sample in samples),
@@ -213,62 +208,16 @@ def batch_statistics(samples: Sequence[TrainingSample], drops: Drops, version: i
     }
 
 
-# ---- Which rollouts were trained on: one line per optimizer step in `rollouts/trained.jsonl`
-
-
-class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a step: its number of sampled tokens, their smallest and largest lag, and its advantage.
-
-    The digests are of what was trained on: `tokens_digest` of the token ids, which of them were sampled, and their versions;
-    `logprobs_digest` of the behaviour log-probabilities. With them a replay finds a rollout whose record was changed.
-    """
-
-    id: str
-    group_index: int
-    tokens: int
-    lag_min: int
-    lag_max: int
-    advantage: float = 0.0
-    tokens_digest: str = ""
-    logprobs_digest: str = ""
-
-    @classmethod
-    def of(cls, sample: TrainingSample, version: int) -> TrainedSample:
-        """`version`: the weights before the step."""
-        content = msgspec.msgpack.encode((sample.segments, sample.versions))
-        return cls(
-            id=sample.id,
-            group_index=sample.group_index,
-            tokens=sample.sampled_count,
-            lag_min=version - max(sample.versions),
-            lag_max=version - min(sample.versions),
-            advantage=sample.advantage,
-            tokens_digest=xxhash.xxh3_64_hexdigest(content),
-            logprobs_digest=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(sample.behaviour_logprobs)),
-        )
-
-
-class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step. `version`: the weights after it, and `samples` are in the order of the batch.
-
-    `refused` are the batches that the ESS guard rejected since the previous record. `dropped_lengths` are the sampled tokens
-    of each rollout that the trainer dropped since then, by reason; `dropped_ids` are the ids of these rollouts. A resumed
-    run repeats the steps after its checkpoint: if several lines have the same version, the last one counts.
-    """
-
-    version: int
-    samples: tuple[TrainedSample, ...]
-    refused: tuple[tuple[TrainedSample, ...], ...] = ()
-    dropped_lengths: dict[str, list[int]] = {}
-    dropped_ids: dict[str, list[str]] = {}
-
-
-class PublishedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `published.jsonl`: weights that the engines got. `digests`: the first 16 hex digits of each tensor's.
-
-    A resumed run publishes the weights of its checkpoint again: if several lines have the same version, the last one counts.
-    """
-
-    version: int
-    checksum: str
-    digests: dict[str, str]
+def trained_sample(sample: TrainingSample, version: int) -> TrainedSample:
+    """The record of a rollout that the weights of `version` were trained on."""
+    content = msgspec.msgpack.encode((sample.segments, sample.versions))
+    return TrainedSample(
+        id=sample.id,
+        group_index=sample.group_index,
+        tokens=sample.sampled_count,
+        lag_min=version - max(sample.versions),
+        lag_max=version - min(sample.versions),
+        advantage=sample.advantage,
+        tokens_digest=xxhash.xxh3_64_hexdigest(content),
+        logprobs_digest=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(sample.behaviour_logprobs)),
+    )

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.types import Group, Rollout, Turn
+from pipelinerl.metrics.records import TrainedRecord, TrainedSample
+from pipelinerl.types import DroppedRollout, Group, Rollout, Turn
 from tests.unit import group_parts
 
 
@@ -56,10 +57,14 @@ def some_groups() -> list[Group]:
     ]
 
 
-def step(version: int, *samples: tuple[str, int, int], **left_out: list[str]) -> dict[str, Any]:
+def step(version: int, *samples: tuple[str, int, int], **left_out: list[str]) -> TrainedRecord:
     """A record of what was trained on: (rollout, lowest lag, highest lag)."""
-    trained = [{"id": name, "lag_min": low, "lag_max": high, "advantage": 0.5} for name, low, high in samples]
-    return {"version": version, "samples": trained, "dropped_ids": left_out}
+    trained = tuple(
+        TrainedSample(id=name, group_index=0, tokens=1, lag_min=low, lag_max=high, advantage=0.5)
+        for name, low, high in samples
+    )
+    dropped = tuple(DroppedRollout(one, reason, 1, 0.0) for reason, ids in left_out.items() for one in ids)
+    return TrainedRecord(version=version, samples=trained, dropped=dropped)
 
 
 STEPS = [step(1, ("g0.a0", 0, 0), stale=["g0.a1"]), step(5, ("g2.a0", 1, 1), ("g3.a0", 0, 2))]

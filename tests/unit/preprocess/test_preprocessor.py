@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import msgspec
@@ -89,9 +88,9 @@ def test_each_rollout_is_kept_or_dropped_for_one_reason(
     assert [sample.finished for sample in prepared.samples] == [
         one.turns[-1].completion.finish_reason == "stop" for one in rollouts if one.id in kept
     ]
-    assert prepared.dropped_by_length == dropped
-    assert prepared.dropped == {reason: len(lengths) for reason, lengths in dropped.items()}
-    assert sorted([*kept, *chain(*prepared.dropped_ids.values())]) == [one.id for one in rollouts]
+    found = {reason: tuple(one.tokens for one in prepared.dropped if one.reason == reason) for reason in dropped}
+    assert found == dropped
+    assert sorted([*kept, *(one.id for one in prepared.dropped)]) == [one.id for one in rollouts]
 
 
 ROLLOUTS = st.tuples(
@@ -114,7 +113,7 @@ def test_every_rollout_ends_in_a_sample_or_in_one_count(
 ) -> None:
     made = [rollout(str(i), *attempt) for i, attempt in enumerate(attempts)]
     prepared = Preprocessor(config, TableScorer() if score else None).process(group(9, made))
-    assert len(prepared.samples) + sum(prepared.dropped.values()) == len(made)
+    assert len(prepared.samples) + len(prepared.dropped) == len(made)
     assert [sample.id for sample in prepared.samples] == sorted(sample.id for sample in prepared.samples)
     expected = advantages([item.reward for item in made], baseline=config.advantage, normalize_std=config.normalize_std)
     for sample in prepared.samples:

@@ -14,8 +14,8 @@ from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.preprocess import Preprocessor
-from pipelinerl.trainer.queue import Drops, SampleQueue
-from pipelinerl.types import Group, GroupLedger, Rollout
+from pipelinerl.trainer.queue import SampleQueue
+from pipelinerl.types import DroppedRollout, Group, GroupLedger, Rollout
 from tests.unit.group_parts import GroupStream, group, turn
 
 
@@ -80,10 +80,9 @@ def test_a_sample_with_a_token_that_is_too_old_is_dropped_at_hand_or_when_it_com
     queue.pull()
     queue.require(1, "stale")
     assert queue.dropped == {"stale": 3}
-    drops = queue.take_drops()
-    assert drops.lengths == {"stale": [2, 3, 4]}
-    assert drops.ids == {"stale": ["0/0", "0/1", "0/2"]}
-    assert queue.take_drops() == Drops()
+    found = [(one.id, one.reason, one.tokens) for one in queue.take_dropped()]
+    assert found == [("0/0", "stale", 2), ("0/1", "stale", 3), ("0/2", "stale", 4)]
+    assert queue.take_dropped() == []
     queue.pull()
     assert queue.dropped == {"stale": 6}
     assert ids(queue.take(3)) == ["1/0", "1/1", "1/2"]
@@ -106,10 +105,8 @@ def test_what_the_preprocessor_drops_is_counted_with_its_length() -> None:
     queue = Setup([make_group(0, rewards=(1.0, 1.0, 1.0)), make_group(1, rewards=(0.0, 2.0, 1.0))], config=config).queue()
     pull_all(queue)
     assert queue.dropped == {"zero_advantage": 4}
-    drops = queue.take_drops()
-    assert drops.lengths == {"zero_advantage": [2, 3, 4, 4]}
-    assert drops.ids == {"zero_advantage": ["0/0", "0/1", "0/2", "1/2"]}
-    assert sorted(drops.rewards) == [1.0, 1.0, 1.0, 1.0]
+    expected = [("0/0", 2), ("0/1", 3), ("0/2", 4), ("1/2", 4)]
+    assert queue.take_dropped() == [DroppedRollout(name, "zero_advantage", tokens, 1.0) for name, tokens in expected]
     assert queue.outstanding == queue.queued == 2
     assert 0 in {*range(queue.position().ledger.below)}
     assert queue.sampled_length_mean == 3.0, "the mean is over all that came in, dropped or not"

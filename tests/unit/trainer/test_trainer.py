@@ -22,12 +22,11 @@ from pipelinerl.errors import CheckpointError, PolicyMismatchError
 from pipelinerl.files import JsonLines
 from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.metrics.reading import read_lines, read_records
-from pipelinerl.metrics.records import StepRecord
+from pipelinerl.metrics.records import StepRecord, TrainedRecord
 from pipelinerl.preprocess import Preprocessor
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
-from pipelinerl.trainer.status import TrainedRecord
 from pipelinerl.types import Group, Rollout, StageStatus, TrainerProgress, Turn
 from pipelinerl.weights.receiving import Receiver
 from pipelinerl.weights.sending import MemoryWeightSender

@@ -23,6 +23,7 @@ from pipelinerl.launch.stages.servers import server_clients
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.loading import load_model, model_max_length, stop_token_ids
 from pipelinerl.report.series import read_config
+from pipelinerl.run_directory import existing_run
 
 
 class Target(NamedTuple):
@@ -81,9 +82,7 @@ def _split(text: str) -> tuple[Path | None, str]:
     path = Path(front).expanduser()
     if not at or whole.exists() or not path.is_dir():
         return None, ""
-    if not (path / "config.yaml").is_file():
-        raise RunDirectoryError(f"{text}: {path} is not a run directory (it has no config.yaml)")
-    return path, wanted or "?"
+    return existing_run(path).root, wanted or "?"
 
 
 def _targets_of(text: str) -> Iterator[Target]:

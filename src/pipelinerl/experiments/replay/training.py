@@ -49,7 +49,7 @@ from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, write_sess
 from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import Policy, lead_ranks, load_policy, open_trainer
 from pipelinerl.metrics.reading import read_lines, read_records
-from pipelinerl.metrics.records import FORMAT, SessionRecord, StepRecord
+from pipelinerl.metrics.records import FORMAT, PublishedRecord, SessionRecord, StepRecord, TrainedRecord, TrainedSample
 from pipelinerl.models.state import checksum, digests_of
 from pipelinerl.resources.roles import PREPROCESSING_THREADS, TRAINING, rank_roles
 from pipelinerl.run_directory import RunDirectory
@@ -57,7 +57,7 @@ from pipelinerl.schedule import Schedule, make_schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import Trainer
 from pipelinerl.trainer.saving import restore_rng
-from pipelinerl.trainer.status import PublishedRecord, TrainedRecord, TrainedSample
+from pipelinerl.trainer.status import trained_sample
 from pipelinerl.types import Group, Prepared, TrainingSample, UpdateReceipt, WeightTransfer
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def recorded_samples(
             prepared[index] = [{sample.id: sample for sample in some} for some in samples]
         choices = []
         for sample in (samples[recorded.id] for samples in prepared[index] if recorded.id in samples):
-            again = TrainedSample.of(sample, version - 1)
+            again = trained_sample(sample, version - 1)
             choices.append(([what for what, of in parts.items() if getattr(again, of) != getattr(recorded, of)], sample))
         left[index] -= 1
         if not left[index]:

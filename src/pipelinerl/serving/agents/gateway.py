@@ -161,10 +161,9 @@ class AgentSession:
 
 
 class Gateway:
-    """Starts listening at the first call of `serving`. Event loops in several threads may use one gateway."""
+    """Starts listening at the first call of `serving`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # for `_start`
         self._server: uvicorn.Server | None = None
         self._url = ""
         self._thread: threading.Thread | None = None
@@ -192,19 +191,16 @@ class Gateway:
     # ---- the gateway's thread
 
     def _start(self) -> None:
-        with self._lock:
-            if self._server is not None:
-                return
-            listening = listen((HOST, 0))
-            self._url = f"http://{HOST}:{listening.getsockname()[1]}"
-            base = "/rollouts/{secret}/v1"
-            app = application([*api_routes(base, self._respond), Route(f"{base}/models", self._models)])
-            self._server = uvicorn.Server(uvicorn_config(app, close_s=1))
-            # A daemon thread, so that open requests of agents do not keep the process from exiting.
-            self._thread = threading.Thread(
-                target=self._server.run, args=([listening],), name="agents' gateway", daemon=True
-            )
-            self._thread.start()
+        if self._server is not None:
+            return
+        listening = listen((HOST, 0))
+        self._url = f"http://{HOST}:{listening.getsockname()[1]}"
+        base = "/rollouts/{secret}/v1"
+        app = application([*api_routes(base, self._respond), Route(f"{base}/models", self._models)])
+        self._server = uvicorn.Server(uvicorn_config(app, close_s=1))
+        # A daemon thread, so that open requests of agents do not keep the process from exiting.
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="agents' gateway", daemon=True)
+        self._thread.start()
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
