@@ -53,7 +53,7 @@ PROCESSES = {
     "training": (
         "launch.hosts.worker launch.stages.training weights.sending",
         f"actor engine environments models.lora models.own_forward serving weights.broadcast "
-        f"launch.stages.generation models.sharded trainer.sharding {LAUNCHER}",
+        f"launch.stages.generation trainer.sharding {LAUNCHER}",
     ),
     "server": (
         "launch.hosts.worker launch.stages.servers",

@@ -21,12 +21,12 @@ from pipelinerl.checkpoint import OPTIMIZER_FILE, Checkpoint
 from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.packed import PackedRow
-from pipelinerl.models.sharded import distribute, empty_model, fill, gather, reshard, shard
 from pipelinerl.models.state import in_file_order, is_narrow, not_finite, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
 from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, local
+from pipelinerl.trainer.sharding.model import distribute, empty_model, fill, gather, reshard, shard
 from pipelinerl.trainer.sharding.ranks import Team
 from pipelinerl.trainer.step import Learner, OnMicroBatch, StepResult, Sums
 from pipelinerl.types import Segment, TrainingSample

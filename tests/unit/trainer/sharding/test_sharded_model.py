@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.models.loading import load_model
-from pipelinerl.models.sharded import distribute, empty_model, shard, units
 from pipelinerl.models.state import first_names, named_weights
+from pipelinerl.trainer.sharding.model import distribute, empty_model, shard, units
 from pipelinerl.weights.layout import layout_of
 from tests.parity.models import tiny_llama
 
