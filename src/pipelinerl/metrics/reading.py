@@ -131,8 +131,9 @@ class Tail(Generic[T]):
             data = file.read(min(LOOK_BYTES, size - self.place))
             while not (end := data.rfind(b"\n") + 1) and len(data) < min(size - self.place, MAX_LINE_BYTES):
                 data += file.read(LOOK_BYTES)
-        self.place += end or (len(data) if len(data) >= MAX_LINE_BYTES else 0)
-        self.more = self.place < size and end > 0
+        read = end or (len(data) if len(data) >= MAX_LINE_BYTES else 0)
+        self.place += read
+        self.more = self.place < size and read > 0
         return data[data.find(b"\n") + 1 if cut else 0 : end]
 
 

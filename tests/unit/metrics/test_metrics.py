@@ -278,7 +278,10 @@ def test_a_line_without_an_end_is_skipped_in_parts(tmp_path: Path, monkeypatch: 
     assert place + 100 <= tail.place < place + 200
     write(path, 2, end=b"\n")
     write(path, 3)
-    assert [one for _ in range(6) for one in seen(tail)] == [3]
+    found = seen(tail)
+    while tail.more:
+        found += seen(tail)
+    assert found == [3]
     assert tail.damaged == 2
 
 

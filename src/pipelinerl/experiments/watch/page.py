@@ -363,10 +363,10 @@ def page(
 
 
 def shown_run(run_dir: Path) -> dict[str, Any]:
-    """What a page shows of a run. Raises ConfigError, and RunDirectoryError for a folder that is not a run or is damaged."""
+    """What a page shows of a run. Raises ConfigError, and RunDirectoryError if it is no run or its summary is damaged."""
     config, summary, run = read_config(run_dir), read_summary(run_dir), WatchedRun(run_dir)
     shown, steps, result = run.everything(), run.steps, [("model", config.model.path)]
-    if steps.rows and (training_s := 60 * steps["minutes"][-1]) > 0:
+    if steps.rows and not shown["now"]["damaged"] and (training_s := 60 * steps["minutes"][-1]) > 0:
         samples = steps["rollouts"][-1]
         lengths = zip(steps["samples"], steps["completion_length_mean"], strict=True)
         tokens = sum(rollouts * mean for rollouts, mean in lengths if not math.isnan(mean))
