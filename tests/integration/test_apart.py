@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ def goes_on(run_dir: Path, stream: str, url: str | None) -> None:
         changes = ["--trainer.steps=8", "--launch.preprocessor=with_trainer"]
         assert_finished(run_dir, command("train", "--resume", str(run_dir), *changes))
         assert_gone_on(run_dir, 8)
+        shutil.rmtree(run_dir / "checkpoints")  # it starts again from the beginning: without the groups that Redis has
+        assert_finished(run_dir, command("train", "--resume", str(run_dir), "--trainer.steps=2"))
+        assert [step.version for step in steps(run_dir)] == [1, 2]
     else:
         assert {step.update.encoding for step in steps(run_dir) if step.update is not None} == {"full", "delta"}
 

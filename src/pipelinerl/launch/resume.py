@@ -92,7 +92,11 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
     later weights, which are lost, are started again. Raises RunDirectoryError if the stream of the run is lost, or the
     checkpoint is beyond `trainer.steps`; raises CheckpointError and StreamError if files are damaged.
     """
+    before = last_plan(run)
     if (path := latest_checkpoint(run.root)) is None:
+        if config.stream.kind == "redis":  # others are among the records
+            with closing(open_stream(config, run, before.run if before else "")) as stream:
+                stream.keep(0, lambda _: False)
         done = len(read_records(run.metrics, StepRecord))
         aside = next(path for number in itertools.count(1) if not (path := run.root / f"before-{number}").exists())
         aside.mkdir()
@@ -117,7 +121,6 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
             f"more than {state.version} to continue"
         )
     position, counts, ledger = state.positions, state.counters.queue, state.positions.ledger.copy()
-    before = last_plan(run)
     with closing(open_stream(config, run, before.run if before else "")) as stream:
         kept = take_back(stream, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
