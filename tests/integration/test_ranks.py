@@ -38,7 +38,7 @@ from pathlib import Path
 
 if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_argv:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from pipelinerl.models import sharded
+    from pipelinerl.trainer.sharding import model
     from pipelinerl.trainer.optimizer import Optimizer
 
     def failing(owner, name, at_call):
@@ -60,7 +60,7 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
 PHASES = {
     "forward": "FSDPParamGroup, 'post_forward', 2",
     "backward": "FSDPParamGroup, 'post_backward', 2",
-    "gather": "sharded, 'whole', 2",
+    "gather": "model, '_gather', 2",
     "save": "Optimizer, 'state', 1",
 }
 ALL_DEATHS = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(["training-rank-1", "training"], PHASES)]
