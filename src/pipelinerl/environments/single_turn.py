@@ -77,7 +77,7 @@ class SingleTurn(Task):
     """
 
     costs = False
-    """Whether judging may cost money: then no text is tried before a run."""
+    """Whether judging may cost money: then only an empty answer is tried before a run."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         """Raises EnvironmentSetupError for a subclass with neither `reward` nor `judge`."""

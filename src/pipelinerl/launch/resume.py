@@ -29,7 +29,7 @@ from pipelinerl.launch.run_lock import last_plan
 from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
-from pipelinerl.metrics.records import SessionRecord, StepRecord
+from pipelinerl.metrics.records import PublishedRecord, SessionRecord, StepRecord
 from pipelinerl.preprocess import newest_version
 from pipelinerl.run_directory import RunDirectory, existing_run
 from pipelinerl.types import Group, GroupLedger
@@ -94,7 +94,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
     """
     before = last_plan(run)
     if (path := latest_checkpoint(run.root)) is None:
-        if config.stream.kind == "redis":  # others are among the records
+        if config.stream.kind == "redis":  # one in a file is removed with `run.streams`
             with closing(open_stream(config, run, before.run if before else "")) as stream:
                 stream.keep(0, lambda _: False)
         done = len(read_records(run.metrics, StepRecord))
@@ -124,7 +124,7 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
     with closing(open_stream(config, run, before.run if before else "")) as stream:
         kept = take_back(stream, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
-    published = {record.version: record.checksum for record in _lines(run.published, _Published)}
+    published = {record.version: record.checksum for record in _lines(run.published, PublishedRecord)}
     # Groups of a session whose trainer ended before it recorded the session are those of the next one: they were sampled
     # with the weights of the checkpoint, and are kept.
     recorded = _lines(run.sessions, SessionRecord)[-1:]
@@ -146,11 +146,6 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
 
 
 _GROUP = msgspec.json.Decoder(Group)
-
-
-class _Published(msgspec.Struct):
-    version: int
-    checksum: str = ""
 
 
 def _lines(path: Path, kind: type[T]) -> list[T]:
