@@ -32,9 +32,9 @@ from transformers import DynamicCache
 from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.channel import free_port
-from pipelinerl.child import ChildProcess
 from pipelinerl.models.folder import resolve_path
 from pipelinerl.models.state import checksum, named_weights, write_safetensors
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.start import HOST, VllmSettings, command_line, environment, kv_cache_bytes
 from pipelinerl.serving.wire import WeightUpdateRequest

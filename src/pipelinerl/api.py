@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import msgspec
 
 import pipelinerl.errors
-from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_of_values, config_to_yaml, load_config, validate
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.user.source import name_by_file
@@ -26,6 +25,7 @@ from pipelinerl.launch.run_lock import errors_explained, fresh_directory
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import Records, read_records
 from pipelinerl.metrics.records import Record, StepRecord
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.run_directory import RunDirectory, existing_run
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from pipelinerl.weights.layout import mapped
-from tests.chaos.plan import Fault
+from tests.chaos.plan import FORKS, Fault
 
 SLOW_S, STOPPED_S = 0.5, 0.4
 """A slow process is stopped for this part of every period."""
@@ -31,7 +31,7 @@ OFFER_S, OFFER_TRIALS = 0.1, 20
 def processes_of(run_dir: Path) -> dict[str, int]:
     """Process ids by role of all processes that run for this run directory, except the launcher.
 
-    Each leads a process group, and what it has started later may have the same log.
+    Each leads a process group, and what it has started later may have the same log. `FORKS` is the parent of one.
     """
     found: dict[str, int] = {}
     for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
@@ -39,6 +39,9 @@ def processes_of(run_dir: Path) -> dict[str, int]:
             log = Path(os.readlink(f"/proc/{pid}/fd/1"))
             if log.parent == run_dir / "logs":
                 found.setdefault(log.stem, os.getpgid(pid))
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                if b"pipelinerl.process.forked" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                    found[FORKS] = os.getpgid(parent)
     return found
 
 

@@ -17,7 +17,7 @@ from pipelinerl.resources.roles import generation_roles, server_roles, worker_ro
 
 Kind = Literal["kill", "stop", "slow", "disk", "memory", "cut", "silence", "delay", "weights", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-LAUNCHER = "launcher"
+LAUNCHER, FORKS = "launcher", "forks"
 EVERYWHERE = "all processes"
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -84,7 +84,7 @@ def places(config: RunConfig, links: Sequence[str] = ()) -> dict[Kind, list[str]
     """Where faults of each kind can be injected into a run of `config` from outside; `links` are its proxies."""
     embedded = config.launch.kind == "embedded"
     workers = [] if embedded else [*worker_roles(config), *server_roles(config)]
-    processes = [LAUNCHER, *workers]
+    processes = [LAUNCHER, *workers, *([FORKS] if config.launch.kind == "processes" else [])]
     shared_weights = config.engine.kind == "local" and config.weights.kind == "shared" and not embedded
     found: dict[Kind, list[str]] = {
         "kill": processes,

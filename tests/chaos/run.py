@@ -19,15 +19,15 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pipelinerl.channel import free_port
-from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import load_config
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.extras import require
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 from tests.chaos.faults import NotInjectedError, Proxy, Undo, inject, processes_of
 from tests.chaos.invariants import check
-from tests.chaos.plan import KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
+from tests.chaos.plan import FORKS, KINDS, LAUNCHER, LAYOUTS, SMALL, STEPS_PER_FAULT, Fault, Kind, plan_faults
 from tests.redis_server import redis_for_tests
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"
@@ -393,7 +393,7 @@ class _Chaos:
             self._due_s = None
             return False
         self._due_s = self._due_s or now + fault.after_s
-        starts_again = now >= self._due_s and fault.place in self._before and fault.place not in self.pids()
+        starts_again = fault.place in self._before and fault.place not in self.pids() and fault.place != FORKS
         return now >= self._due_s and not starts_again
 
     def _inject(self, fault: Fault, now: float) -> None:
@@ -417,7 +417,7 @@ class _Chaos:
 
     def _is_replaced(self, role: str) -> bool:
         """Whether the run starts this process again, which just died. It does not if it was left of an earlier session."""
-        return role != LAUNCHER and self.config.launch.restarts > 0 and self._before[role] not in self._orphans
+        return role not in (LAUNCHER, FORKS) and self.config.launch.restarts > 0 and self._before[role] not in self._orphans
 
     def _repair(self) -> None:
         """Before a resume: what the error asks the user to restore."""

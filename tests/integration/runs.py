@@ -66,7 +66,7 @@ def resume(run_dir: Path, **settings: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def tried_here(command: list[str], log: Path) -> Iterator[SimpleNamespace]:
+def tried_here(command: list[str], **_: object) -> Iterator[SimpleNamespace]:
     """In place of the trial's process, which imports libraries for longer than all else takes."""
     assert command[1:3] == ["-m", "pipelinerl.launch.tryout"]
     tryout.main(command[3:])

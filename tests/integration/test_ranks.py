@@ -36,7 +36,7 @@ FAULTY = """
 import os, signal, sys
 from pathlib import Path
 
-if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_argv:
+if "pipelinerl.process.forked" in sys.orig_argv:  # from which the run's processes are forked
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from pipelinerl.trainer.sharding import model
     from pipelinerl.trainer.optimizer import Optimizer
@@ -47,7 +47,7 @@ if "pipelinerl.launch.hosts.worker" in sys.orig_argv and {role!r} in sys.orig_ar
         def called(*arguments, **options):
             nonlocal calls
             result = whole(*arguments, **options)
-            if list(Path({run_dir!r}, "checkpoints").glob("step_*")):
+            if {role!r} in sys.argv and list(Path({run_dir!r}, "checkpoints").glob("step_*")):
                 calls += 1
                 if calls == at_call:
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.child import ChildProcess
 from pipelinerl.config.keys import differences
 from pipelinerl.config.load import config_to_yaml, validate
 from pipelinerl.config.schema import EvaluationConfig, RunConfig
@@ -32,6 +31,7 @@ from pipelinerl.launch.hosts.host import FINISHED
 from pipelinerl.launch.run_lock import RunLock
 from pipelinerl.metrics.reading import read_lines
 from pipelinerl.process import counted_interrupts
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.report import PageSection, only_shown, write_file, write_json, writing_to
 from pipelinerl.resources.machine import load_average
 from pipelinerl.run_directory import RunDirectory

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 import pipelinerl.errors
-from pipelinerl.child import ChildProcess
 from pipelinerl.config.load import config_to_yaml
 from pipelinerl.config.schema import EnvironmentConfig, RunConfig
 from pipelinerl.errors import EnvironmentSetupError, UserError
+from pipelinerl.process.child import ChildProcess
+from pipelinerl.process.forks import ForkServer
 from pipelinerl.resources.machine import usable_gpus
 from pipelinerl.resources.memory import MemoryCheck, check_memory
 from pipelinerl.resources.roles import on_gpus
@@ -33,7 +34,7 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return with_gpus(config, gpus)
 
 
-def check_before_the_start(config: RunConfig) -> MemoryCheck:
+def check_before_the_start(config: RunConfig, forks: ForkServer | None = None) -> MemoryCheck:
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
     User code is tried before any model is loaded: reward functions with answers; a class, files or a callback are only
@@ -46,7 +47,7 @@ def check_before_the_start(config: RunConfig) -> MemoryCheck:
     named = (named or bool(config.evaluation.sets)) and config.launch.kind != "embedded"
     if not (functions or named or config.metrics.callback is not None):
         return memory
-    found = try_environment(config, attempts=functions).lines
+    found = try_environment(config, forks, attempts=functions).lines
     return memory._replace(lines=[*memory.lines, *(line for line in found if line.startswith("warning: "))])
 
 
@@ -89,7 +90,7 @@ TryoutMessage = str | tuple[str, str] | TryoutReport
 """What the process does next, as a phrase that continues "it ..."; the class and the message of its error; its result."""
 
 
-def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport:
+def try_environment(config: RunConfig, forks: ForkServer | None = None, *, attempts: bool = True) -> TryoutReport:
     """Import the callback, build the environment and, with `attempts`, try an empty answer, in a process of `tryout`.
 
     It is killed with all processes that it started. Raises the error that this ended with. Raises EnvironmentSetupError if
@@ -107,7 +108,8 @@ def try_environment(config: RunConfig, *, attempts: bool = True) -> TryoutReport
             return msgspec.json.decode(line, type=TryoutMessage) if line else "loads this package"
 
         command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
-        with ChildProcess([*command, *([] if attempts else ["build"])], log=Path(name, "output")) as process:
+        command += [] if attempts else ["build"]
+        with ChildProcess(command, log=Path(name, "output"), forks=forks) as process:
             process.wait_until(lambda: not isinstance(last(), str), bound_s)
             match last():
                 case TryoutReport() as report:

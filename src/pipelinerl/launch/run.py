@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,12 +27,17 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
+from pipelinerl.process.forks import ForkServer
 from pipelinerl.resources.memory import bytes_by
+from pipelinerl.resources.roles import on_gpus, process_environment
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import RunView, make_view, output_that_never_fails
 
 Began = Callable[[Path], str | None]
+
+IMPORTED = ("torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "torch.export._trace")
+"""What takes most of the time that a process takes to start."""
 
 
 def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambda _: None) -> dict[str, Any]:
@@ -50,15 +55,20 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
         from pipelinerl.launch.resume import changed_settings  # noqa: PLC0415 - only a resumed run needs it
 
         notices += changed_settings(config, RunDirectory(resume.absolute()))
-    memory = check_before_the_start(config)
-    notices += memory.lines
-    predicted, losses = bytes_by("role", memory.uses), Losses(config.launch.restarts, started_s)
-    with output_that_never_fails(), errors_explained(), ExitStack() as stack:
+    with ExitStack() as stack:
+        forks = stack.enter_context(fork_server(config))
+        memory = check_before_the_start(config, forks)
+        notices += memory.lines
+        predicted, losses = bytes_by("role", memory.uses), Losses(config.launch.restarts, started_s)
+        stack.enter_context(output_that_never_fails())
+        stack.enter_context(errors_explained())
         lock = stack.enter_context(closing(lock_run_directory(config, resume)))
         while True:
             try:
                 resumes = resume is not None
-                summary = _train_session(config, lock, predicted, losses, resumes=resumes, notices=notices, began=began)
+                summary = _train_session(
+                    config, lock, forks, predicted, losses, resumes=resumes, notices=notices, began=began
+                )
             except PipelineRLError as error:
                 if losses.error is None:
                     raise
@@ -67,6 +77,13 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
                 return summary
             resume, notices = lock.run.root, []
             time.sleep(losses.pause_s)
+
+
+def fork_server(config: RunConfig) -> AbstractContextManager[ForkServer | None]:
+    """What starts the processes of a run; None if they are started by commands."""
+    if config.launch.kind != "processes" or on_gpus(config) or sys.platform != "linux":
+        return nullcontext()
+    return ForkServer(IMPORTED, process_environment(1), config.launch.startup_timeout_s)
 
 
 class Losses(Attempts):
@@ -107,6 +124,7 @@ class Losses(Attempts):
 def _train_session(
     config: RunConfig,
     lock: RunLock,
+    forks: ForkServer | None,
     predicted: Mapping[str, int],
     losses: Losses,
     *,
@@ -117,7 +135,7 @@ def _train_session(
     """One session, to its summary. Returns None if another one shall follow."""
     run = lock.run
     with ExitStack() as stack:
-        run_stages = stack.enter_context(_runner(config, lock))
+        run_stages = stack.enter_context(_runner(config, lock, forks))
         before, plan, begins_again = last_plan(run), StartPlan(), None
         if resumes:
             from pipelinerl.launch.resume import plan_resume  # noqa: PLC0415 - only a resumed run needs it
@@ -171,14 +189,14 @@ def _train_session(
 
 
 @contextmanager
-def _runner(config: RunConfig, lock: RunLock) -> Iterator[Callable[[Session, RunView], Outcome]]:
+def _runner(config: RunConfig, lock: RunLock, forks: ForkServer | None) -> Iterator[Callable[[Session, RunView], Outcome]]:
     """What runs the stages of a session. With a cluster: once no other launcher of it has the run directory."""
     if config.launch.kind == "embedded":
         from pipelinerl.launch.hosts.embedded import run_embedded  # noqa: PLC0415 - loads torch into this process
 
         yield run_embedded
     elif config.launch.kind == "processes":
-        yield lambda session, view: run_processes(session, view, LocalHost(session, lock.fd))
+        yield lambda session, view: run_processes(session, view, LocalHost(session, lock.fd, forks))
     else:
         from pipelinerl.launch.hosts.ray import RayHost, connected, wait_until_unused  # noqa: PLC0415 - needs an extra
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.child import ChildProcess, stop_all
 from pipelinerl.config.schema import MetricsConfig, RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import INVALID_DATA, StopRun
@@ -39,6 +38,7 @@ from pipelinerl.metrics.reading import Records
 from pipelinerl.metrics.records import Record
 from pipelinerl.metrics.statistics import flat_numbers
 from pipelinerl.process import LOG_FORMAT, counted_interrupts, lower_priority, take_stdin, when_closed
+from pipelinerl.process.child import ChildProcess, stop_all
 from pipelinerl.report.series import read_summary
 from pipelinerl.run_directory import RunDirectory
 

@@ -117,11 +117,11 @@ def shares_of(config: RunConfig, schedule: Schedule, roles: Sequence[str], cores
     return shares | {role: Share(threads.generation, behind) for role in roles if role in computing}
 
 
-def process_environment(role: str, threads: int) -> dict[str, str]:
+def process_environment(threads: int) -> dict[str, str]:
     """Environment variables that limit the numerical libraries of a process to `threads` threads, from the first import.
 
-    A process that generates tokens allocates huge pages: a decode step reads its weights faster (docs/benchmarks.md).
+    They also allocate huge pages, so that a decode step reads its weights faster (docs/benchmarks.md).
     """
     limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     pages = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    return limits | ({"GLIBC_TUNABLES": pages} if role.startswith(("generation", "server-")) else {})
+    return limits | {"GLIBC_TUNABLES": pages}

@@ -74,15 +74,12 @@ def test_cores_go_to_what_computes_and_engines_yield_where_they_share_the_traine
     assert any(share.yields for share in shares.values()) == yields
 
 
-@pytest.mark.parametrize("role", ["server-0", "generation-1", "training-rank-1", "preprocessing"])
-def test_processes_that_generate_allocate_huge_pages(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generates = role.startswith(("server", "generation"))
+def test_the_processes_of_a_run_allocate_huge_pages_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    environment = process_environment(role, 3)
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment.get("GLIBC_TUNABLES") == ("glibc.malloc.hugetlb=1" if generates else None)
+    environment = process_environment(3)
+    assert (environment["OMP_NUM_THREADS"], environment["GLIBC_TUNABLES"]) == ("3", "glibc.malloc.hugetlb=1")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
-    assert process_environment(role, 3).get("GLIBC_TUNABLES") == ("glibc.malloc.arena_max=2" if generates else None)
+    assert process_environment(3)["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
 
 
 def test_a_process_that_yields_has_a_low_priority_also_among_sessions() -> None:

@@ -69,7 +69,7 @@ def test_any_file_that_can_not_be_used_ends_a_session_in_one_line(
         raise OSError(number, os.strerror(number), str(tmp_path / "control"))
 
     monkeypatch.setattr(run_module, "lock_run_directory", failing)
-    monkeypatch.setattr(run_module, "check_before_the_start", lambda config: MemoryCheck([]))
+    monkeypatch.setattr(run_module, "check_before_the_start", lambda *_: MemoryCheck([]))
     with pytest.raises(RunDirectoryError, match=rf"can't use \S+/control: {os.strerror(number)}; (restore it|make it)"):
         run_module.train(RunConfig())
 

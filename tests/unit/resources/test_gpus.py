@@ -209,7 +209,7 @@ def test_a_run_begins_with_what_was_chosen_and_records_it(monkeypatch: pytest.Mo
         return {}
 
     monkeypatch.setattr(run, "_train_session", session)
-    monkeypatch.setattr(run, "check_before_the_start", lambda _: MemoryCheck([]))
+    monkeypatch.setattr(run, "check_before_the_start", lambda *_: MemoryCheck([]))
     config = load_config(os.devnull, [f"--model.path={resolve_path('demo')}", "--environment.kind=gcd"])
     run.train(config)
     run.train(config_from_yaml(config_to_yaml(seen[0][0])))  # as a resume reads it

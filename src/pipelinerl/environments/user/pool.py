@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pipelinerl.child import ChildProcess
 from pipelinerl.environments.user.code import (
     LINE_SIGNAL,
     OUT_OF_MEMORY,
@@ -30,6 +29,7 @@ from pipelinerl.environments.user.code import (
 )
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
+from pipelinerl.process.child import ChildProcess
 
 if TYPE_CHECKING:
     from pipelinerl.environments.single_turn import Task

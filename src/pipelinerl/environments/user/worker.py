@@ -7,7 +7,7 @@ START is a `Start` as JSON. Standard input is a socket for calls and replies, on
 code, standard input is empty and standard output goes to standard error.
 
 The process exits with the pool. While it waits for a call, it reads end-of-file from the socket. During a call, the kernel
-kills it (see `child`), even if the call never returns to Python.
+kills it (see `process.child`), even if the call never returns to Python.
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ def answer_held_out(run_dir: Path, request: ComparisonRequest) -> Answers:
     processes, environment = 1, {}
     if config.engine.device == "cpu":
         flags += ["--engine.threads", "1"]
-        environment = process_environment("generation", 1)
+        environment = process_environment(1)
         processes = min(len(versions), request.machine.cores, 1 + len(versions) * request.held_out // WORTH_A_PROCESS)
     answers: dict[int, list[EvaluatedProblem]] = {}
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".held-out-") as scratch:

@@ -28,7 +28,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import (
     PolicyMismatchError,
@@ -51,6 +50,7 @@ from pipelinerl.launch.stages.training import Policy, lead_ranks, load_policy, o
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import FORMAT, PublishedRecord, SessionRecord, StepRecord, TrainedRecord, TrainedSample
 from pipelinerl.models.state import checksum, digests_of
+from pipelinerl.process.child import stop_all
 from pipelinerl.resources.roles import PREPROCESSING_THREADS, TRAINING, rank_roles
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import Schedule, make_schedule

@@ -20,10 +20,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelinerl.channel import is_this_machine
-from pipelinerl.child import ChildProcess
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.watch.page import LOOK_EVERY_S, PageState, WatchedRun
 from pipelinerl.process import lower_priority, take_stdin, when_closed
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.report.series import labels_of
 from pipelinerl.serving.server.http import QuietServer, listen, server_sent_event, url_of, uvicorn_config
 

@@ -21,7 +21,6 @@ from typing import Self
 import msgspec
 
 import pipelinerl.errors
-from pipelinerl.child import KILL_TIMEOUT_S, ChildProcess, Stoppable
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import INVALID_DATA, PipelineRLError, RunInterruptedError, StageDiedError
 from pipelinerl.files import shared_memory
@@ -32,6 +31,8 @@ from pipelinerl.hub.stream import FileStream, GroupStream
 from pipelinerl.interfaces import Board
 from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec
 from pipelinerl.process import PeakMemory
+from pipelinerl.process.child import KILL_TIMEOUT_S, UNKNOWN_STATUS, ChildProcess, Stoppable
+from pipelinerl.process.forks import ForkServer
 from pipelinerl.resources.machine import usable_cores
 from pipelinerl.resources.roles import (
     PREPROCESSING,
@@ -144,6 +145,7 @@ class LocalWorker(ChildProcess, Worker):
         *,
         fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         """Start the process, which inherits `fds` and those of `spec`.
 
@@ -157,9 +159,10 @@ class LocalWorker(ChildProcess, Worker):
         super().__init__(
             [sys.executable, "-m", "pipelinerl.launch.hosts.worker", *arguments],
             log=run.log(role),
-            environment={**process_environment(role, spec.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
+            environment={**process_environment(spec.threads), "PYTHONUNBUFFERED": "1", **(environment or {})},
             fds=[*fds, *(fd for fd in (spec.hub, spec.weights) if fd >= 0)],
             watches_parent=True,
+            forks=forks,
         )
 
     def report(self) -> WorkerReport | None:
@@ -169,6 +172,8 @@ class LocalWorker(ChildProcess, Worker):
             written, reported = msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport), True
         except (OSError, *INVALID_DATA):
             written, reported = WorkerReport(), False
+        if status == UNKNOWN_STATUS and reported and not written.kind:
+            status = 0
         if not status or (self.asked_to_stop and status == -signal.SIGTERM):
             self._ended = WorkerReport(written.peak)
         elif written.kind:
@@ -249,6 +254,11 @@ class Host(ABC):
     def start(self, role: str) -> Worker:
         """Start a process. Raises OSError, UserError and StageDiedError."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether `start` starts a process at once."""
+        return True
+
     def reap(self, worker: Worker) -> None:
         """Kill what a process that died has started. Nothing that it has sent arrives after this."""
         worker.kill()
@@ -287,8 +297,8 @@ class Host(ABC):
 class LocalHost(Host):
     """This machine. All processes inherit `lock_fd`: it stays open until they have ended, also if the launcher is killed."""
 
-    def __init__(self, session: Session, lock_fd: int) -> None:
-        self._lock_fd, self._weights = lock_fd, -1
+    def __init__(self, session: Session, lock_fd: int, forks: ForkServer | None = None) -> None:
+        self._lock_fd, self._forks, self._weights = lock_fd, forks, -1
         self._workers: list[LocalWorker] = []
         self._servers = server_roles(session.config)
         roles = [*self._servers, *worker_roles(session.config)]
@@ -301,6 +311,10 @@ class LocalHost(Host):
             self.placement = placement_lines(places, [machine])
             self._gpus = visible_gpus(session.config, places, os.environ.get("CUDA_VISIBLE_DEVICES"))
         super().__init__(session)
+
+    @property
+    def ready(self) -> bool:
+        return self._forks is None or self._forks.ready
 
     def start(self, role: str) -> LocalWorker:
         session, share = self._session, self._shares[role]
@@ -316,7 +330,7 @@ class LocalHost(Host):
             if kind := worker_kind(session.config, role):
                 connected = stack.enter_context(self._server.connect(kind))
                 spec = msgspec.structs.replace(spec, hub=connected.fileno())
-            worker = LocalWorker(session.run, role, spec, fds=[self._lock_fd], environment=environment)
+            worker = LocalWorker(session.run, role, spec, fds=[self._lock_fd], environment=environment, forks=self._forks)
         self._workers.append(worker)
         return worker
 

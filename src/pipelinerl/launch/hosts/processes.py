@@ -21,7 +21,6 @@ from contextlib import ExitStack
 
 import msgspec
 
-from pipelinerl.child import stop_all
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import (
     BroadcastEndedError,
@@ -43,6 +42,7 @@ from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.statistics import engine_total
 from pipelinerl.process import Interrupts, counted_interrupts
+from pipelinerl.process.child import stop_all
 from pipelinerl.resources.roles import TRAINING, generation_roles, rank_roles, server_roles, stages_of, worker_roles
 from pipelinerl.status.board import last_statuses, starting, write_statuses
 from pipelinerl.status.view import RunView
@@ -348,6 +348,10 @@ def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
     with counted_interrupts() as interrupts, ExitStack() as stack:
         try:
             stack.enter_context(host)
+            while not host.ready:
+                if interrupts.count:
+                    raise RunInterruptedError("stopping")
+                time.sleep(LOOK_EVERY_S)
             for role in (*server_roles(session.config), *worker_roles(session.config)):
                 processes.started.append(host.start(role))
             error = processes.watch(interrupts)

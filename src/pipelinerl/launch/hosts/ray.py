@@ -193,7 +193,7 @@ class RayHost(Host):
             "num_gpus": len(where.gpus),
             "max_restarts": 0,
             "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": {**process_environment(role, share.threads), "PYTHONUNBUFFERED": "1"}},
+            "runtime_env": {"env_vars": {**process_environment(share.threads), "PYTHONUNBUFFERED": "1"}},
         }
         spec = WorkerSpec(
             session=session.plan.id,

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.child import ChildProcess
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.serving.vllm.messages import BACKEND
 
 HOST = "127.0.0.1"

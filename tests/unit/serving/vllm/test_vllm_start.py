@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from pipelinerl.child import ChildProcess
 from pipelinerl.config.checks import VLLM_OWN
 from pipelinerl.config.schema import EngineConfig
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.state import checksum, write_safetensors
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.serving.vllm.adapter import model_facts
 from pipelinerl.serving.vllm.messages import REFUSED
 from pipelinerl.serving.vllm.plugin import TransferBackend, refresh_heads

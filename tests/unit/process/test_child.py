@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import child
-from pipelinerl.child import ChildProcess
+from pipelinerl.process import child
+from pipelinerl.process.child import ChildProcess
 from pipelinerl.serving.vllm.start import members
 
 STUBBORN = "trap '' TERM; sleep 100 & echo ready; while :; do sleep 0.1; done"
@@ -47,7 +47,7 @@ def test_it_may_end_by_itself_and_the_rest_of_its_group_is_killed(tmp_path: Path
 
 def test_it_is_killed_with_its_children_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pipelinerl.child import ChildProcess\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pipelinerl.process.child import ChildProcess\n"
         "process = ChildProcess(['/bin/sh', '-c', sys.argv[1]], log=Path(sys.argv[2]))\n"
         "print(process.pid, flush=True)\ntime.sleep(100)"
     )

@@ -18,13 +18,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
+
+if TYPE_CHECKING:
+    from pipelinerl.process.forks import Fork, ForkServer
 
 HUNG_PATIENCE_S = 5.0
 """Time to end for a process that may be stuck in user code and has nothing to save."""
 KILL_TIMEOUT_S = 5.0
 """Time for the kernel to end a killed process."""
 LOG_TAIL_BYTES = 16 << 10
+UNKNOWN_STATUS = 256
+"""Of a process that ended when its parent, a fork server, had been killed."""
 
 
 class Stoppable(ABC):
@@ -72,6 +77,7 @@ class ChildProcess(Stoppable):
         fds: Sequence[int] = (),
         watches_parent: bool = False,
         patience_s: float = 0.0,
+        forks: ForkServer | None = None,
     ) -> None:
         """Start it. Raises OSError if that fails.
 
@@ -81,6 +87,7 @@ class ChildProcess(Stoppable):
         watches_parent   its standard input is the parent-death pipe, which it watches. Otherwise the kernel kills its
                          process group when the pipe closes (on Linux; other kernels can't)
         patience_s       how long `stop` gives it to end by itself
+        forks            it is a fork of this server, if there is one
         """
         self.log = log
         self._patience_s = patience_s
@@ -90,7 +97,8 @@ class ChildProcess(Stoppable):
             with ExitStack() as stack:
                 stack.callback(os.close, pipe)
                 output = None if log is None else stack.enter_context(log.open("ab"))
-                self._process = subprocess.Popen(  # noqa: S603 - our commands, or named in the run file
+                start = forks.popen if forks else subprocess.Popen
+                self._process: Fork | subprocess.Popen[bytes] = start(  # our commands, or named in the run file
                     command,
                     stdin=pipe if watches_parent else stdin,
                     stdout=output,
@@ -149,6 +157,8 @@ class ChildProcess(Stoppable):
     def how_it_ended(self) -> str:
         """For example "ended with status 3" or "was killed by SIGKILL"."""
         status = self._process.returncode or 0
+        if status == UNKNOWN_STATUS:
+            return "ended (nobody knows how)"
         if status >= 0:
             return f"ended with status {status}"
         try:

@@ -1,6 +1,6 @@
 """What a process of this package does about itself: how it learns that it should end, its priority, its peak of memory.
 
-`child` has the parent's side.
+`child` has the parent's side, and `forks` a faster way to start a child.
 """
 
 from __future__ import annotations

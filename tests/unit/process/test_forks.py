@@ -1,0 +1,133 @@
+"""Forked processes are like those that an interpreter starts, whatever happens to their server."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.unit.process.test_child import until
+
+from pipelinerl.process import forks
+from pipelinerl.process.child import UNKNOWN_STATUS, ChildProcess
+from pipelinerl.process.forks import ForkServer
+
+SHOW = """
+import json, os, random, sys
+print(json.dumps({"argv": sys.argv[1:], "name": __name__, "folder": os.getcwd(), "variable": os.environ["VARIABLE"],
+    "imported": "fractions" in sys.modules, "random": random.random(), "group": os.getpgrp() == os.getpid(),
+    "read": sys.stdin.read(), "given": os.read(int(sys.argv[1]), 9).decode(),
+    "files": len(os.listdir("/proc/self/fd")) - 1}))
+print("an error", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "show.py").write_text(textwrap.dedent(SHOW))
+    (tmp_path / "wait.py").write_text("import time\nprint('ready')\ntime.sleep(100)\n")
+    with ForkServer(["fractions", "no_such_module"], {}, timeout_s=60.0) as server:
+        yield server
+
+
+def forked(server: ForkServer, module: str, *arguments: str, fds: tuple[int, ...] = ()) -> ChildProcess:
+    command, environment = [sys.executable, "-m", module, *arguments], {"VARIABLE": "set"}
+    return ChildProcess(command, log=Path("log"), environment=environment, fds=fds, forks=server)
+
+
+def waiting(server: ForkServer) -> ChildProcess:
+    process = forked(server, "wait")
+    assert process.wait_until(lambda: "ready" in process.log_lines(), 60.0)
+    return process
+
+
+def pid_of(server: ForkServer) -> int:
+    return server._process.pid
+
+
+def test_a_fork_has_what_is_its_own_and_nothing_of_others(server: ForkServer, tmp_path: Path) -> None:
+    seen, others = [], [waiting(server), waiting(server)]
+    Path("log").unlink()
+    for _ in range(2):
+        given, end = os.pipe()
+        os.write(end, b"content")
+        process = forked(server, "show", str(given), fds=(given,))
+        for fd in (given, end):
+            os.close(fd)
+        assert process.wait(60.0)
+        assert (process.status, process.how_it_ended()) == (3, "ended with status 3")
+        *_, shown, error = process.log_lines()
+        assert error == "an error"
+        seen.append(eval(shown, {"true": True, "false": False}))  # noqa: S307 - our own program's
+    assert seen[0].pop("random") != seen[1].pop("random") != random.random()
+    expected = {"name": "__main__", "folder": str(tmp_path), "variable": "set", "imported": True, "group": True, "read": ""}
+    expected |= {"given": "content", "files": 5}  # with the pipe by which the kernel ends it with its parent
+    assert [{key: value for key, value in one.items() if key != "argv"} for one in seen] == [expected] * 2
+    assert all(other.running for other in others)
+    for other in others:
+        other.stop()
+        assert other.how_it_ended() == "was killed by SIGTERM"
+
+
+def test_a_fork_outlives_its_server_and_the_next_one_has_another(server: ForkServer) -> None:
+    process, first = waiting(server), pid_of(server)
+    os.kill(first, signal.SIGKILL)
+    assert until(lambda: not server._process.running)
+    assert process.running
+    with waiting(server) as other:
+        assert other.running
+        assert pid_of(server) != first
+    process.kill()
+    assert process.wait(60.0)
+    assert (process.status, process.how_it_ended()) == (UNKNOWN_STATUS, "ended (nobody knows how)")
+
+
+def test_a_server_that_does_not_answer_is_replaced(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "ANSWER_S", 0.2)
+    assert until(lambda: server.ready)
+    process, first = waiting(server), pid_of(server)
+    os.kill(first, signal.SIGSTOP)
+    process.kill()
+    assert process.wait(60.0)
+    assert process.status == UNKNOWN_STATUS
+    with waiting(server) as other:
+        assert other.running
+    assert until(lambda: not Path(f"/proc/{first}").exists())
+
+
+def test_what_can_not_be_started_is_an_error_of_the_system(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getcwd", lambda: str(tmp_path / "missing"))
+        with pytest.raises(FileNotFoundError):
+            forked(server, "show")
+    (tmp_path / "dies.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with (
+        ForkServer(["dies"], {}, timeout_s=60.0) as dying,
+        pytest.raises(OSError, match="the process that forks the others was killed by SIGKILL"),
+    ):
+        forked(dying, "show")
+
+
+def test_a_server_and_its_forks_end_with_their_parent(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text("import time\nprint('ready')\ntime.sleep(100)\n")
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom pipelinerl.process.child import ChildProcess\n"
+        "from pipelinerl.process.forks import ForkServer\nserver = ForkServer([], {}, 60.0)\n"
+        "process = ChildProcess([sys.executable, '-m', 'wait'], log=Path('log'), forks=server)\n"
+        "print(process.pid, server._process.pid, flush=True)\ntime.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path) as parent:
+        assert parent.stdout is not None
+        pids = parent.stdout.readline().split()
+        parent.kill()
+    assert until(lambda: not any(Path(f"/proc/{int(pid)}").exists() for pid in pids))
