@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,19 +34,12 @@ MOST_PASSES = 8
 """Passes of the event loop after which a rollout that is still awake is taken to wait for something else than tokens."""
 
 
-class _Open(NamedTuple):
-    """A request in the engine. `tokens` is set for a stream; None in the queue marks its end."""
-
-    completion: asyncio.Future[Completion]
-    tokens: asyncio.Queue[TokenEvent | None] | None
-
-
 class EngineClient:
     """An engine in this process as an `AsyncEngine`: `advance` runs one step and wakes the coroutines that wait for it."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, Callable[[Any], object]] = {}  # what takes the tokens and the completion of each request
         self._cancelled: deque[Completion] = deque(maxlen=CANCELLED_KEPT)
 
     @property
@@ -68,11 +61,6 @@ class EngineClient:
     def progress(self) -> EngineProgress:
         return self._engine.progress()
 
-    @property
-    def open_requests(self) -> int:
-        """Number of requests that are awaited."""
-        return len(self._open)
-
     def take_cancelled(self) -> list[Completion]:
         taken, self._cancelled = list(self._cancelled), deque(maxlen=CANCELLED_KEPT)
         return taken
@@ -93,45 +81,40 @@ class EngineClient:
 
     def _deliver(self, output: StepOutput) -> None:
         for event in output.tokens:
-            request = self._open.get(event.request_id)
-            if request is not None and request.tokens is not None:
-                request.tokens.put_nowait(event)
+            if (take := self._open.get(event.request_id)) is not None:
+                take(event)
         for completion in output.finished:
-            request = self._open.pop(completion.request_id, None)
-            if request is None:
-                if completion.finish_reason != "cancelled":
-                    raise RuntimeError(f"the engine finished {completion.request_id!r}, which is not awaited")
+            if (take := self._open.pop(completion.request_id, None)) is not None:
+                take(completion)
+            elif completion.finish_reason == "cancelled":
                 self._cancelled.append(completion)
-                continue
-            if not request.completion.done():  # done if the awaiting task was just cancelled
-                request.completion.set_result(completion)
-            if request.tokens is not None:
-                request.tokens.put_nowait(None)
+            else:
+                raise RuntimeError(f"the engine finished {completion.request_id!r}, which is not awaited")
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Submit at once and await. Raises RequestError at once if the request can't be served."""
-        opened = self._submit(request)
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._submit(request, lambda answer: None if done.done() else done.set_result(answer))  # done: it was cancelled
         try:
-            return await opened.completion
+            return await done
         finally:
             self._withdraw(request.id)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent | Completion, None]:
-        tokens: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
-        opened = self._submit(msgspec.structs.replace(request, stream=True), tokens)
+        events: asyncio.Queue[TokenEvent | Completion] = asyncio.Queue()
+        self._submit(msgspec.structs.replace(request, stream=True), events.put_nowait)
         try:
-            while (event := await tokens.get()) is not None:
+            while not isinstance(event := await events.get(), Completion):
                 yield event
-            yield opened.completion.result()
+            yield event
         finally:
             self._withdraw(request.id)
 
-    def _submit(self, request: GenerationRequest, tokens: asyncio.Queue[TokenEvent | None] | None = None) -> _Open:
+    def _submit(self, request: GenerationRequest, take: Callable[[Any], object]) -> None:
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request an id of its own")
         self._engine.submit(request)
-        self._open[request.id] = opened = _Open(asyncio.get_running_loop().create_future(), tokens)
-        return opened
+        self._open[request.id] = take
 
     def _withdraw(self, request_id: str) -> None:
         """Cancel the request unless it has ended."""

@@ -107,7 +107,7 @@ async def test_completions_go_to_those_who_asked_and_a_request_that_can_not_be_s
     assert [TOKENIZER.decode(c.token_ids) for c in results] == [f"to {name}\0" for name in "abcd"]
     assert [c.request_id for c in results] == list("abcd")
     assert max(engine.batch_sizes) == 2
-    assert client.open_requests == 0
+    assert not client._open
     assert isinstance(too_long, PromptTooLongError)
     assert isinstance(twice, RequestError)
 
@@ -169,7 +169,7 @@ async def test_rollouts_that_got_tokens_run_until_they_ask_for_more_or_end():
 
     async def advance():
         await awake.settle()
-        in_progress = engine.open_requests
+        in_progress = len(engine._open)
         await engine.advance()
         await awake.settle()
         return in_progress
@@ -197,7 +197,7 @@ def play(play_function, *, timeout_s=TIMEOUT_S):
         (outcome,) = await drive(client, attempt(Task(play_function), problem, rollout_client(client), timeout_s))
         for _ in range(4):
             await asyncio.sleep(0)
-        assert client.open_requests == 0
+        assert not client._open
         return outcome
 
     return asyncio.run(main())
