@@ -50,6 +50,7 @@ class ScriptedEngine:
     """`script(request)` gives the tokens of a completion; the log-probability of token i is -(i + 1) / 8."""
 
     copies = 1
+    name = "e"
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class ScriptedEngine:
         self.batch_sizes: list[int] = []
         self.steps = 0
         self._script = script
-        self._slots = slots
-        self._max_length = max_length
+        self.slots = slots
+        self.max_length = max_length
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._to_cancel: set[str] = set()
@@ -85,8 +86,8 @@ class ScriptedEngine:
         )
 
     def submit(self, request: GenerationRequest) -> None:
-        if len(request.prompt_ids) + request.sampling.max_tokens > self._max_length:
-            raise PromptTooLongError(f"{len(request.prompt_ids)} + {request.sampling.max_tokens} > {self._max_length}")
+        if len(request.prompt_ids) + request.sampling.max_tokens > self.max_length:
+            raise PromptTooLongError(f"{len(request.prompt_ids)} + {request.sampling.max_tokens} > {self.max_length}")
         self.requests.append(request)
         self._waiting.append(_Sequence(request, self._script(request), []))
 
@@ -100,7 +101,7 @@ class ScriptedEngine:
         self._running = [item for item in self._running if item not in gone]
         self._waiting = deque(item for item in self._waiting if item not in gone)
         self._to_cancel.clear()
-        while self._waiting and len(self._running) < self._slots:
+        while self._waiting and len(self._running) < self.slots:
             self._running.append(self._waiting.popleft())
         self.batch_sizes.append(len(self._running))
         finished, events = [item.complete("cancelled") for item in gone], []

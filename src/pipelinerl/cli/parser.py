@@ -65,57 +65,46 @@ class Commands:
         self.root.epilog = "\n".join(wrap.fill(f"  {name:12}  {self.parsers[name].description}") for name in names)
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options of the command, and the run-file settings. Raises UserError."""
-        own, settings = self.split(arguments)
-        command = next((argument for argument in own if argument in self.parsers), "without a command")
-        keys = command in self.parsers and self.parsers[command].get_default("keys")
-        for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
-            hint = OLD_NAMES.get(f"{command} {flag}")
-            if hint or not keys:
-                raise UserError(f"pipelinerl {command} has no flag {flag} ({hint or 'see `pipelinerl --help`'})")
-        return self.root.parse_args(own), settings
-
-    def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Split into arguments for argparse and run-file settings (`--key value`, `--key=value`, `--switch`).
-
-        An argument after a run-file flag is its value unless it starts with `--`; such values need `--key=value`. The path
-        of the run file may therefore stand anywhere except right after a switch. `lab NAME` is one command.
-        """
+        """The options of the command, and the run-file settings. `lab NAME` is one command. Raises UserError."""
         if len(arguments) > 1 and arguments[0] == "lab" and not arguments[1].startswith("-"):
             arguments = [f"lab {arguments[1]}", *arguments[2:]]
-        command = next((argument for argument in arguments if argument in self.parsers), None)
-        parsers = [self.root, *([self.parsers[command]] if command else [])]
-        flags = [flag for parser in parsers for flag in parser._option_string_actions]
-        own: list[str] = []
-        settings: list[str] = []
-        takes_value = False
-        for argument in arguments:
-            flag, equals, _ = argument.partition("=")
-            is_flag = flag.startswith("--")
-            is_setting = is_flag and flag not in (*flags, "--")
-            if equals and "." in flag and flag.partition(".")[0] in RunConfig.model_fields and not takes_value:
-                raise UserError(f"{argument}: a key of the run file is set by a flag: `--{argument}`")
-            (settings if is_setting or (takes_value and not is_flag) else own).append(argument)
-            takes_value = is_setting and not equals
-        self._check_command(own)
-        _check_spelling(settings, flags)
-        return own, settings
-
-    def _check_command(self, own: Sequence[str]) -> None:
-        command = next((argument for argument in own if not argument.startswith("-")), None)
-        if command is not None and command not in self.parsers:
+        parsers = [self.root, *(self.parsers[argument] for argument in arguments if argument in self.parsers)]
+        flags = [flag for parser in parsers[:2] for flag in parser._option_string_actions]
+        own, settings = _split(arguments, flags)
+        command = next((argument for argument in own if not argument.startswith("-")), "without a command")
+        if command not in self.parsers and command in own:
             old = None if "." in command else OLD_NAMES.get(command)  # a key, not a command
             near = old or next(iter(difflib.get_close_matches(command, self.parsers, n=1)), None)
             hint = f"did you mean `{near}`?" if near else f"there are {', '.join(self.parsers)}"
             raise UserError(f"unknown command {command!r}; {hint} (see `pipelinerl --help`)")
+        for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
+            like = difflib.get_close_matches(flag, flags, n=1, cutoff=LIKE)
+            if like and "." not in flag and flag[2:] not in RunConfig.model_fields:
+                raise UserError(f"unknown flag {flag}; did you mean `{like[0]}`?")
+            hint = OLD_NAMES.get(f"{command} {flag}", "")
+            if hint or command not in own or not self.parsers[command].get_default("keys"):
+                raise UserError(f"pipelinerl {command} has no flag {flag} ({hint or 'see `pipelinerl --help`'})")
+        return self.root.parse_args(own), settings
 
 
-def _check_spelling(settings: Sequence[str], flags: Sequence[str]) -> None:
-    """Raise UserError for what is more like one of the command's flags than like a key."""
-    for flag in (setting.partition("=")[0] for setting in settings if setting.startswith("--")):
-        near = difflib.get_close_matches(flag, flags, n=1, cutoff=LIKE)
-        if near and "." not in flag and flag[2:] not in RunConfig.model_fields:
-            raise UserError(f"unknown flag {flag}; did you mean `{near[0]}`?")
+def _split(arguments: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split into arguments for argparse (`flags`) and run-file settings (`--key value`, `--key=value`, `--switch`).
+
+    An argument after a run-file flag is its value unless it starts with `--`; such values need `--key=value`. The path of
+    the run file may therefore stand anywhere except right after a switch.
+    """
+    own: list[str] = []
+    settings: list[str] = []
+    takes_value = False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        is_flag = flag.startswith("--")
+        is_setting = is_flag and flag not in (*flags, "--")
+        if equals and "." in flag and flag.partition(".")[0] in RunConfig.model_fields and not takes_value:
+            raise UserError(f"{argument}: a key of the run file is set by a flag: `--{argument}`")
+        (settings if is_setting or (takes_value and not is_flag) else own).append(argument)
+        takes_value = is_setting and not equals
+    return own, settings
 
 
 def at_least(least: float, kind: Callable[[str], float] = int, most: float = sys.float_info.max) -> Callable[[str], float]:

@@ -91,12 +91,11 @@ class RunRollouts(RecordedGroups):
             raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {run.rollouts})")
         super().__init__(run.recorded)
         self.fates: dict[str, Mapping[str, Any]] = {}
-        with suppress(FileNotFoundError):  # before the first step
-            for step in read_lines(run.trained, TrainedRecord, lambda old, new: old.version >= new.version):
-                self.fates |= {one.id: {"left_out": one.reason} for one in step.dropped}
-                for one in step.samples:
-                    lags = {"lag_min": one.lag_min, "lag_max": one.lag_max}
-                    self.fates[one.id] = {"step": step.version, "advantage": one.advantage, **lags}
+        for step in read_lines(run.trained, TrainedRecord, lambda old, new: old.version >= new.version):
+            self.fates |= {one.id: {"left_out": one.reason} for one in step.dropped}
+            for one in step.samples:
+                lags = {"lag_min": one.lag_min, "lag_max": one.lag_max}
+                self.fates[one.id] = {"step": step.version, "advantage": one.advantage, **lags}
 
     def find(self, name: str) -> int:
         """The place of a group (`12`) or of a rollout's group (`g12.a3`), the last one if there are several."""

@@ -106,8 +106,7 @@ def _table(summary: Mapping[str, Any]) -> str:
 
 
 def _provenance(run_dir: Path) -> str:
-    path = RunDirectory(run_dir).sessions
-    if not path.exists() or not (sessions := read_lines(path, SessionRecord)):
+    if not (sessions := read_lines(RunDirectory(run_dir).sessions, SessionRecord)):
         return ""
     machine = sessions[-1].machine
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())

@@ -120,7 +120,7 @@ class Folder:
         self.root = root
         self._train = train
         self._log = root / "executions.jsonl"
-        recorded = read_lines(self._log, Execution) if self._log.exists() else []
+        recorded = read_lines(self._log, Execution)
         self.executions = {execution.run: execution for execution in recorded if (root / execution.run).is_dir()}
 
     @contextlib.contextmanager

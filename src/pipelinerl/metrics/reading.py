@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -18,28 +18,35 @@ T = TypeVar("T")
 RecordT = TypeVar("RecordT", StepRecord, EvaluationRecord)
 
 
-def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lambda _old, _new: False) -> list[T]:
-    """The records of a JSON lines file, without the ones that a later record `repeats(old, new)`.
+def placed_lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """The records of a JSON lines file, each with the byte at which its line begins; none if there is no such file.
 
-    A run that resumes from a checkpoint repeats the steps after it: the later lines count. A last line without a line break
-    is left out: it is still being written, or its writer was killed.
+    A last line without a line break is left out: it is still being written, or its writer was killed.
 
-    Raises FileNotFoundError, and RunDirectoryError for a file that can't be read and for any other line that is not such a
-    record, with its number.
+    Raises RunDirectoryError for a file that can't be read and for any other line that is not such a record, with its number.
     """
-    decoder, written = msgspec.json.Decoder(kind), list[T]()
+    decoder, begin, number = msgspec.json.Decoder(kind), 0, 0
     try:
         with open(path, "rb") as file:
-            written.extend(decoder.decode(line) for line in file if line.endswith(b"\n"))
+            for line in file:
+                number += 1
+                if line.endswith(b"\n"):
+                    yield begin, decoder.decode(line)
+                begin += len(line)
     except FileNotFoundError:
-        raise
+        return
     except OSError as error:
         raise RunDirectoryError(f"can't read {path}: {error.strerror}") from error
     except INVALID_DATA as error:
-        raise RunDirectoryError(
-            f"damaged records: {path}, line {len(written) + 1}: {error}; repair or delete the line"
-        ) from error
-    return without_repeated(written, repeats)
+        raise RunDirectoryError(f"damaged records: {path}, line {number}: {error}; repair or delete the line") from error
+
+
+def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lambda _old, _new: False) -> list[T]:
+    """The records of a JSON lines file, without the ones that a later record `repeats(old, new)`. Raises RunDirectoryError.
+
+    A run that resumes from a checkpoint repeats the steps after it: the later lines count.
+    """
+    return without_repeated((record for _, record in placed_lines(path, kind)), repeats)
 
 
 def without_repeated(written: Iterable[T], repeats: Callable[[T, T], bool]) -> list[T]:
@@ -53,15 +60,12 @@ def without_repeated(written: Iterable[T], repeats: Callable[[T, T], bool]) -> l
 
 
 def read_records(path: Path, kind: type[RecordT]) -> list[RecordT]:
-    """The records of a JSONL file, in order of version; empty if the file is missing or empty.
+    """The records of a JSONL file, in order of version.
 
     Of equal versions the later line counts, and earlier lines with a later version than a repeated one are left out. The
     same holds for online evaluations that used weights after the checkpoint. Raises RunDirectoryError as `read_lines` does.
     """
-    try:
-        return read_lines(path, kind, superseded)
-    except FileNotFoundError:
-        return []
+    return read_lines(path, kind, superseded)
 
 
 def superseded(old: Record, new: Record) -> bool:

@@ -231,7 +231,6 @@ class RecordedGroup(msgspec.Struct, frozen=True):
 def read_groups(run_dir: Path) -> list[RecordedGroup]:
     """All groups that a run finished, as recorded. Raises RunDirectoryError if there are no records, or damaged ones."""
     path = run_dir / "rollouts" / "rollouts.jsonl"
-    try:
-        return read_lines(path, RecordedGroup)
-    except FileNotFoundError as error:
-        raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {path})") from error
+    if not path.exists():
+        raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {path})")
+    return read_lines(path, RecordedGroup)

@@ -49,11 +49,10 @@ def sample_before_after(before: EvaluatedProblem, after: EvaluatedProblem) -> Re
 
 def largest_gain(run_dir: Path) -> tuple[EvaluatedProblem, EvaluatedProblem] | None:
     """The held-out problem whose reward rose most, before and after training; among equals, the median length after."""
-    answers = []
-    for path in map(RunDirectory(run_dir).evaluation, ("before", "after")):
-        found = read_lines(path, EvaluatedProblem) if path.is_file() else []
-        answers.append({one.problem_id: one for one in found})
-    before, after = answers
+    before, after = (
+        {one.problem_id: one for one in read_lines(RunDirectory(run_dir).evaluation(when), EvaluatedProblem)}
+        for when in ("before", "after")
+    )
     both = [(before[key], after[key]) for key in before.keys() & after.keys()]
     most = max((last.reward - first.reward for first, last in both), default=0.0)
     best = [(first, last) for first, last in both if last.reward - first.reward == most]

@@ -88,14 +88,14 @@ async def _request(service: Service, body: AnyBody, name: str) -> GenerationRequ
         text = render(loaded.tokenizer, messages, body.offered_tools, body.template_options)
     elif isinstance(body.prompt, str):
         text = body.prompt
-    if len(text) > loaded.max_length * _MAX_CHARACTERS_PER_TOKEN:
-        raise PromptTooLongError(f"a prompt of {len(text)} characters can't fit into {loaded.max_length} tokens")
+    if len(text) > loaded.engine.max_length * _MAX_CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(f"a prompt of {len(text)} characters can't fit into {loaded.engine.max_length} tokens")
     if isinstance(body, CompletionBody) and not isinstance(body.prompt, str):
         prompt_ids = tuple(body.prompt)
     else:
         encoded = partial(encode_text, loaded.tokenizer, text, special=isinstance(body, CompletionBody))
         prompt_ids = await asyncio.to_thread(encoded) if len(text) > _LONG_TEXT else encoded()
-    room = loaded.max_length - len(prompt_ids)
+    room = loaded.engine.max_length - len(prompt_ids)
     default = room if isinstance(body, ChatBody) else min(room, _COMPLETION_TOKENS)
     sampling = body.sampling(default=default, end_ids=loaded.stop_token_ids)
     by_token = bool(body.stream or body.stops)  # stop strings are matched as tokens arrive

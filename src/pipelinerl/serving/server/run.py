@@ -140,7 +140,7 @@ def _announce(service: Service, options: ServeOptions, listening: socket.socket)
     gc.collect()
     gc.freeze()
     ready = ReadyFile(url=url_of(listening, encrypted=options.tls is not None), pid=os.getpid())
-    slots = f"{options.engine.slots} slots of {service.loaded.max_length} tokens"
+    slots = f"{options.engine.slots} slots of {service.loaded.engine.max_length} tokens"
     print(f"{service.name} is served at {ready.url}, {slots}", file=sys.stderr, flush=True)
     if options.ready_file is not None:
         try:

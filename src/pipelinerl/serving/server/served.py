@@ -80,16 +80,16 @@ class Holding(NamedTuple):
 class ServedEngine:
     """Owns `engine`, and starts its thread. Used only in the event loop that it was created in.
 
-    At most `slots` + `max_queue` requests are open; more are refused. `held` computes the checksum of the weights that the
-    engine holds now. If the engine raises an exception, it has failed: all open and all later requests fail for that reason.
+    At most `engine.slots` + `max_queue` requests are open; more are refused. `held` computes the checksum of the weights in
+    the engine now. If the engine raises an exception, it has failed: all open and all later requests fail for that reason.
 
     `holding`: the weights that the next token is sampled with. `progress`: the engine's counts after its last step.
     `refusing`: why requests are refused, or None if they are accepted.
     """
 
-    def __init__(self, engine: LocalEngine, *, name: str, slots: int, max_queue: int, held: Callable[[], str]) -> None:
-        self.name, self._engine, self._held = name, engine, held
-        self._slots, self._max_queue = slots, max_queue
+    def __init__(self, engine: LocalEngine, max_queue: int, held: Callable[[], str]) -> None:
+        self.name = engine.name
+        self._engine, self._max_queue, self._held = engine, max_queue, held
         self.holding = Holding(engine.version, held())
         self.progress = engine.progress()
         self.refusing: str | None = None
@@ -117,11 +117,11 @@ class ServedEngine:
             raise RefusedError("unavailable", self.refusing)
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
-        if len(self._open) >= self._slots + self._max_queue:
+        if len(self._open) >= self._engine.slots + self._max_queue:
             raise RefusedError(
                 "overloaded",
-                f"{self._slots} requests are in progress and {self._max_queue} wait, the most that this server accepts "
-                "(--engine.slots, --max-queue): try again later",
+                f"{self._engine.slots} requests are in progress and {self._max_queue} wait, the most that this server "
+                "accepts (--engine.slots, --max-queue): try again later",
             )
         served = self._open[request.id] = ServedRequest(request)
         self._commands.put(lambda: self._submit(request))

@@ -45,12 +45,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in an engine. `weights`: the engine's own tensors by name. `max_length`: of prompt + completion, in tokens."""
+    """A model in an engine. `weights`: the engine's own tensors by name."""
 
     engine: LocalEngine
     tokenizer: Tokenizer
     weights: Mapping[str, Tensor]
-    max_length: int
     vocabulary: int
     stop_token_ids: tuple[int, ...]
 
@@ -65,11 +64,10 @@ def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, fla
         torch.set_num_threads(wanted.threads)
     tokenizer = tokenizer or load_tokenizer(options.model)
     model = model or load_model(options.model, wanted.device)
-    max_length = slot_length(model, wanted.max_length)
     engine = LocalEngine(
         model,
         slots=wanted.slots,
-        max_length=max_length,
+        max_length=slot_length(model, wanted.max_length),
         prefill_tokens=wanted.prefill_tokens,
         kv_on_update=wanted.kv_on_update,
         name=options.name,
@@ -79,7 +77,6 @@ def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, fla
         engine=engine,
         tokenizer=tokenizer,
         weights=named_weights(model),
-        max_length=max_length,
         vocabulary=model.get_input_embeddings().weight.shape[0],
         stop_token_ids=stop_token_ids(model, tokenizer, wanted.max_length),
     )
@@ -167,13 +164,7 @@ class Service:
     def __init__(self, loaded: LoadedModel, options: ServeOptions) -> None:
         self.name = options.name
         self.loaded = loaded
-        self.engine = ServedEngine(
-            loaded.engine,
-            name=options.name,
-            slots=loaded.engine.slots,
-            max_queue=options.max_queue,
-            held=lambda: checksum(loaded.weights),
-        )
+        self.engine = ServedEngine(loaded.engine, options.max_queue, lambda: checksum(loaded.weights))
         self.updates = WeightUpdates(self.engine, loaded.weights, options.weight_directories)
         self._created = int(time.time())
         self._model = options.model.path
@@ -197,7 +188,7 @@ class Service:
                 name=self.name,
                 model=self._model,
                 slots=self.loaded.engine.slots,
-                max_length=self.loaded.max_length,
+                max_length=self.loaded.engine.max_length,
                 vocabulary=self.loaded.vocabulary,
                 stop_token_ids=self.loaded.stop_token_ids,
                 version=holding.version,
@@ -216,7 +207,7 @@ class Service:
 
     async def models(self, _: Request) -> Response:
         about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "pipelinerl"}
-        return answer_of({"object": "list", "data": [about | {"max_model_len": self.loaded.max_length}]})
+        return answer_of({"object": "list", "data": [about | {"max_model_len": self.loaded.engine.max_length}]})
 
     async def generate(self, request: Request) -> Response:
         wanted = decoded(await body_of(request), GenerationRequest)

@@ -32,7 +32,7 @@ def scripted(slots: int = 4) -> ScriptedEngine:
 @asynccontextmanager
 async def served(engine: Any, held: Callable[[], str] = str) -> AsyncIterator[ServedEngine]:
     """The engine in its thread, closed at the end."""
-    running = ServedEngine(engine, name="e", slots=4, max_queue=100, held=held)
+    running = ServedEngine(engine, 100, held)
     yield running
     assert running.close()
 
