@@ -40,7 +40,8 @@ def processes_of(run_dir: Path) -> dict[str, int]:
             if log.parent == run_dir / "logs":
                 found.setdefault(log.stem, os.getpgid(pid))
                 parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-                if b"pipelinerl.process.forked" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                ours = b"pipelinerl.process.forked" in Path(f"/proc/{parent}/cmdline").read_bytes()
+                if ours and Path(os.readlink(f"/proc/{parent}/fd/1")).parent != run_dir / "logs":
                     found[FORKS] = os.getpgid(parent)
     return found
 

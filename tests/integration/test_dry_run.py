@@ -172,7 +172,7 @@ def test_user_code_and_files_are_tried_before_a_run_and_nothing_else(
 ) -> None:
     calls: list[bool] = []
 
-    def note(_: Any, *, attempts: bool) -> TryoutReport:
+    def note(*_: Any, attempts: bool) -> TryoutReport:
         calls.append(attempts)
         return TryoutReport()
 

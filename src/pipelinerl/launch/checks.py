@@ -108,8 +108,7 @@ def try_environment(config: RunConfig, forks: ForkServer | None = None, *, attem
             return msgspec.json.decode(line, type=TryoutMessage) if line else "loads this package"
 
         command = [sys.executable, "-m", "pipelinerl.launch.tryout", str(settings), str(messages)]
-        command += [] if attempts else ["build"]
-        with ChildProcess(command, log=Path(name, "output"), forks=forks) as process:
+        with ChildProcess([*command, *([] if attempts else ["build"])], log=Path(name, "output"), forks=forks) as process:
             process.wait_until(lambda: not isinstance(last(), str), bound_s)
             match last():
                 case TryoutReport() as report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,15 +29,12 @@ from pipelinerl.metrics.records import StepRecord
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.process.forks import ForkServer
 from pipelinerl.resources.memory import bytes_by
-from pipelinerl.resources.roles import on_gpus, process_environment
+from pipelinerl.resources.roles import fork_server
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.status.view import RunView, make_view, output_that_never_fails
 
 Began = Callable[[Path], str | None]
-
-IMPORTED = ("torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "torch.export._trace")
-"""What takes most of the time that a process takes to start."""
 
 
 def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambda _: None) -> dict[str, Any]:
@@ -65,9 +62,8 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
         lock = stack.enter_context(closing(lock_run_directory(config, resume)))
         while True:
             try:
-                resumes = resume is not None
                 summary = _train_session(
-                    config, lock, forks, predicted, losses, resumes=resumes, notices=notices, began=began
+                    config, lock, forks, predicted, losses, resumes=resume is not None, notices=notices, began=began
                 )
             except PipelineRLError as error:
                 if losses.error is None:
@@ -77,13 +73,6 @@ def train(config: RunConfig, *, resume: Path | None = None, began: Began = lambd
                 return summary
             resume, notices = lock.run.root, []
             time.sleep(losses.pause_s)
-
-
-def fork_server(config: RunConfig) -> AbstractContextManager[ForkServer | None]:
-    """What starts the processes of a run; None if they are started by commands."""
-    if config.launch.kind != "processes" or on_gpus(config) or sys.platform != "linux":
-        return nullcontext()
-    return ForkServer(IMPORTED, process_environment(1), config.launch.startup_timeout_s)
 
 
 class Losses(Attempts):

@@ -24,6 +24,12 @@ NICENESS = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def name_process(name: str) -> None:
+    """Have tools like `top` show at most 15 characters of this name. Only Linux can."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
 def take_stdin() -> int:
     """The file of standard input under a new number, which programs started from here do not inherit.
 

@@ -5,10 +5,13 @@ of the CPU threads of a machine. `placement` has the machine and GPUs of each.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.process.forks import ForkServer
 from pipelinerl.schedule import Schedule
 from pipelinerl.status.board import generation_stages
 from pipelinerl.types import PREPROCESSOR, TRAINER
@@ -125,3 +128,16 @@ def process_environment(threads: int) -> dict[str, str]:
     limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     pages = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return limits | {"GLIBC_TUNABLES": pages}
+
+
+# ---- how they start
+
+IMPORTED = ("torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "torch.export._trace")
+"""What takes most of the time that a process takes to start."""
+
+
+def fork_server(config: RunConfig) -> AbstractContextManager[ForkServer | None]:
+    """What starts the processes of a run; None if they are started by commands."""
+    if config.launch.kind != "processes" or on_gpus(config) or sys.platform != "linux":
+        return nullcontext()
+    return ForkServer(IMPORTED, process_environment(1), config.launch.startup_timeout_s)

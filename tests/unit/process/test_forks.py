@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import signal
@@ -11,12 +12,14 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.unit.process.test_child import until
 
 from pipelinerl.process import forks
 from pipelinerl.process.child import UNKNOWN_STATUS, ChildProcess
 from pipelinerl.process.forks import ForkServer
+from pipelinerl.resources.roles import IMPORTED, process_environment
 
 SHOW = """
 import json, os, random, sys
@@ -66,7 +69,7 @@ def test_a_fork_has_what_is_its_own_and_nothing_of_others(server: ForkServer, tm
         assert (process.status, process.how_it_ended()) == (3, "ended with status 3")
         *_, shown, error = process.log_lines()
         assert error == "an error"
-        seen.append(eval(shown, {"true": True, "false": False}))  # noqa: S307 - our own program's
+        seen.append(msgspec.json.decode(shown))
     assert seen[0].pop("random") != seen[1].pop("random") != random.random()
     expected = {"name": "__main__", "folder": str(tmp_path), "variable": "set", "imported": True, "group": True, "read": ""}
     expected |= {"given": "content", "files": 5}  # with the pipe by which the kernel ends it with its parent
@@ -131,3 +134,10 @@ def test_a_server_and_its_forks_end_with_their_parent(tmp_path: Path) -> None:
         pids = parent.stdout.readline().split()
         parent.kill()
     assert until(lambda: not any(Path(f"/proc/{int(pid)}").exists() for pid in pids))
+
+
+def test_what_a_run_imports_ahead_exists_and_starts_no_thread() -> None:
+    code = f"import importlib, os\nfor name in {IMPORTED}:\n    importlib.import_module(name)\nprint(os.listdir('/proc/self/task'))"
+    environment = {**os.environ, **process_environment(1)}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    assert len(ast.literal_eval(shown.stdout)) == 1

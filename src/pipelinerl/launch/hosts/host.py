@@ -172,9 +172,8 @@ class LocalWorker(ChildProcess, Worker):
             written, reported = msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport), True
         except (OSError, *INVALID_DATA):
             written, reported = WorkerReport(), False
-        if status == UNKNOWN_STATUS and reported and not written.kind:
-            status = 0
-        if not status or (self.asked_to_stop and status == -signal.SIGTERM):
+        well = not status or (status == UNKNOWN_STATUS and reported and not written.kind)
+        if well or (self.asked_to_stop and status == -signal.SIGTERM):
             self._ended = WorkerReport(written.peak)
         elif written.kind:
             self._ended = written

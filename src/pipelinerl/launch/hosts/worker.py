@@ -31,7 +31,7 @@ from pipelinerl.files import UNWRITABLE, remedy, write_atomically
 from pipelinerl.hub.client import HubClient, dial
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.session import Session, WorkerReport, WorkerSpec, read_session
-from pipelinerl.process import LOG_FORMAT, peak_memory, take_stdin, when_closed
+from pipelinerl.process import LOG_FORMAT, name_process, peak_memory, take_stdin, when_closed
 from pipelinerl.resources.roles import PREPROCESSING, TRAINING, generation_roles, rank_roles, server_roles
 from pipelinerl.run_directory import ORPHAN_PATIENCE_S, RunDirectory
 
@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> int:
     """A process of this machine. Its standard input is the parent-death pipe, by which it notices its launcher's end."""
     (role, root, spec), parent_pipe = arguments, take_stdin()
     run = RunDirectory(Path(root))
+    name_process(role)
     when_closed(parent_pipe, lambda: os.kill(os.getpid(), signal.SIGTERM), ORPHAN_PATIENCE_S)
     report = run_role(run, role, msgspec.json.decode(spec, type=WorkerSpec), parent_pipe)
     try:
