@@ -87,7 +87,7 @@ class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
     dropped_tokens: dict[str, int] = {}
 
 
-class TrainerCounters(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerCounters(msgspec.Struct, kw_only=True):
     """Totals over the whole run, including the time before a resume."""
 
     queue: QueueCounts = QueueCounts()
@@ -105,7 +105,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     rng: dict[str, str] = {}
     positions: QueuePosition = msgspec.field(default_factory=QueuePosition)
-    counters: TrainerCounters = TrainerCounters()
+    counters: TrainerCounters = msgspec.field(default_factory=TrainerCounters)
     files: dict[str, FileRecord] = {}
     format: int = FORMAT
 

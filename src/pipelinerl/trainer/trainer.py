@@ -20,15 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from pipelinerl.checkpoint import (
-    WEIGHTS_FOLDER,
-    CheckpointState,
-    QueuePosition,
-    TrainerCounters,
-)
+from pipelinerl.checkpoint import WEIGHTS_FOLDER, CheckpointState, QueuePosition
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import CheckpointError, PolicyMismatchError, WeightUpdateError
 from pipelinerl.interfaces import Verdict, WeightSender
@@ -87,9 +83,7 @@ class Trainer:
         self._published_before = {state.version: checksum} if checksum else {}
         self._saved_version = state.version if state.version else -1
         self._published_version = -1
-        self._micro_batches = state.counters.micro_batches
-        self._tokens_trained = state.counters.tokens_trained
-        self._ess_guard_trips = state.counters.ess_guard_trips
+        self._counters = msgspec.structs.replace(state.counters)
         self._refused: list[list[TrainingSample]] = []  # by the ESS guard, since the last step
         self._finishing = ThreadPoolExecutor(1, "checkpoint")
         # The version and queue position of a checkpoint whose files are on their way to the disk.
@@ -163,7 +157,7 @@ class Trainer:
         self._queue.mark_trained(samples)
         self._version += 1
         self._last_step = self._stopped()
-        self._tokens_trained += result.tokens_trained
+        self._counters.tokens_trained += result.tokens_trained
         self._drop_stale()
         if self._schedule.publishes(self._version) or self.goal_reached:  # the evaluation after training needs the last ones
             self._publish()
@@ -173,7 +167,7 @@ class Trainer:
             self._queue,
             version=self._version,
             update=self._sender.transfer,
-            ess_guard_trips=self._ess_guard_trips,
+            ess_guard_trips=self._counters.ess_guard_trips,
             refused=self._refused,
         )
         self._refused.clear()
@@ -195,7 +189,7 @@ class Trainer:
 
         Raises PolicyMismatchError if the batch was on-policy, since waiting for other data would not help.
         """
-        self._ess_guard_trips += 1
+        self._counters.ess_guard_trips += 1
         self._refused.append(samples)
         self._queue.drop(samples, "ess_guard")
         self._queue.require(self._version, "ess_guard")
@@ -251,12 +245,7 @@ class Trainer:
         self._finish_checkpoint()
         self._status.report("working", f"writing the checkpoint of version {self._version}", now=True)
         plan, position = self._checkpoints, self._queue.position()
-        counters = TrainerCounters(
-            queue=self._queue.counts,
-            micro_batches=self._micro_batches,
-            tokens_trained=self._tokens_trained,
-            ess_guard_trips=self._ess_guard_trips,
-        )
+        counters = msgspec.structs.replace(self._counters, queue=self._queue.counts)
         finish = write_checkpoint(
             plan.directory,
             CheckpointState(version=self._version, rng=rng_state(), positions=position, counters=counters),
@@ -293,7 +282,7 @@ class Trainer:
         self._status.report("failed", why, now=True)
 
     def _on_micro_batch(self, done: int, total: int) -> None:
-        self._micro_batches += 1
+        self._counters.micro_batches += 1
         self._status.report("working", f"step {self._version + 1}: micro-batch {done} of {total}")
 
     def _progress(self) -> TrainerProgress:
@@ -303,8 +292,8 @@ class Trainer:
             dropped=self._queue.dropped,
             dropped_tokens=self._queue.counts.dropped_tokens,
             queued=self._queue.outstanding,
-            micro_batches=self._micro_batches,
-            tokens_trained=self._tokens_trained,
+            micro_batches=self._counters.micro_batches,
+            tokens_trained=self._counters.tokens_trained,
             published_version=self._published_version,
             goal_reached=self.goal_reached,
             probe_ids=self._probe.prompt_ids,

@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True):
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run. `held_out` are its evaluations by held-out problems, if there are any.
 
-    `quantities`: those in `QUANTITIES`, and `saving_s`, the part of the measured time that was spent writing weights.
+    `quantities`: those in `QUANTITIES` and `Measured`, and `saving_s`, the part of the time that was spent writing weights.
     """
 
     schedule: str
@@ -73,13 +73,11 @@ def run_result(
     points = [(one.version, one.reward_mean or 0.0) for one in records.evaluations]
     if target is not None and execution.finished:
         when = reached_held_out(points, steps, begin, target)
-    found = {name: summary.get(name) for name in QUANTITIES} | {
+    found = {name: summary.get(name) for name in QUANTITIES}
+    found |= measured._asdict() | {
         "time_to_reward_s": when[0] if when else None,
         "samples_to_reward": when[1] if when else None,
         "samples_per_s": measured.samples_per_s if execution.finished else None,
-        "samples_per_s_later": measured.samples_per_s_later,
-        "tokens_per_s": measured.tokens_per_s,
-        "length_mean": measured.length_mean,
         "slots_used_fraction": slots_in_use(records.timeline, begin, measured.training_s, engine.slots * engine.processes),
         "reward_last": points[-1][1] if points else None,
         "saving_s": math.fsum(step.saving_s for step in steps),
