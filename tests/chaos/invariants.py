@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.replay.training import RecordedRun, recorded_samples
 from pipelinerl.metrics.reading import read_lines, read_records, without_repeated
 from pipelinerl.metrics.records import PublishedRecord, SessionRecord, StepRecord, TrainedRecord, TrainedSample
-from pipelinerl.preprocess import Preprocessor, newest_version
+from pipelinerl.preprocess import newest_version, prepare
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group, TrainingSample
 
@@ -111,8 +112,8 @@ class _Records:
 
             config = segment.config
             # A reference model does not change the digests.
-            prepare = Preprocessor(config.preprocess).process
-            for batch, samples in recorded_samples(self.recorded, segment.batches, prepare, changed):
+            prepared = partial(prepare, config=config.preprocess)
+            for batch, samples in recorded_samples(self.recorded, segment.batches, prepared, changed):
                 for record, sample in zip(batch.samples, samples, strict=True):
                     yield from self._fits(record, sample, batch.version, config.schedule.max_lag)
             yield from changes

@@ -208,7 +208,7 @@ class Wire:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(incoming)
         self._received = bytearray()
         self._backlog: deque[memoryview] = deque()
-        self._sending, self._flushing = threading.RLock(), False
+        self._sending = threading.RLock()
         self._received_all = False
 
     @property
@@ -217,7 +217,7 @@ class Wire:
         return bool(self._backlog)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, or keep it for `flush`. Any thread may call this, and a signal handler within another call."""
+        """Send a message, or keep it for `flush`. Any thread may call this."""
         with self._sending:
             payload = self._encoder.encode(message)
             self._backlog.append(memoryview(_LENGTH.pack(len(payload)) + payload))
@@ -226,9 +226,6 @@ class Wire:
     def flush(self) -> None:
         """Send what the other side has room for. A connection that is closed is noticed by `receive`."""
         with self._sending:
-            if self._flushing:  # this is a signal handler, and the call that it interrupted goes on
-                return
-            self._flushing = True
             try:
                 while self._backlog:
                     sent = self._socket.send(self._backlog[0])
@@ -240,8 +237,6 @@ class Wire:
                 pass
             except OSError:
                 self._backlog.clear()
-            finally:
-                self._flushing = False
 
     def drain(self, timeout_s: float) -> bool:
         """Send everything, waiting for the other side for at most `timeout_s`. Returns whether all was sent."""

@@ -1,5 +1,5 @@
 """Turns finished groups into training samples: advantages, joined turns, filters with counts."""
 
-from pipelinerl.preprocess.preprocessor import Preprocessor, PreprocessorStage, ReferenceScorer, newest_version
+from pipelinerl.preprocess.preprocessor import PreprocessorStage, newest_version, prepare
 
-__all__ = ["Preprocessor", "PreprocessorStage", "ReferenceScorer", "newest_version"]
+__all__ = ["PreprocessorStage", "newest_version", "prepare"]

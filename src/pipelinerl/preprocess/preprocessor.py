@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -45,62 +45,45 @@ LOGPROB_TOLERANCE = 1e-2
 POLL_S = 0.002
 
 
-class ReferenceScorer(Protocol):
-    """Computes log-probabilities under the frozen reference model of the KL penalty, usually the initial weights."""
-
-    def score(self, segments: Sequence[Segment]) -> Sequence[Sequence[float]]:
-        """For each segment, the log-probability of each of its sampled tokens, in order of position.
-
-        Computed at the temperature of training rollouts, so that they are comparable to `behaviour_logprobs`. One call has
-        all segments of a group; the scorer chooses the batching.
-        """
+Scorer = Callable[[Sequence[Segment]], Sequence[Sequence[float]]]
+"""For each segment, the log-probabilities of its sampled tokens, in order of position, under the reference model of the KL
+penalty. They are at the temperature of training rollouts, like `behaviour_logprobs`. A call has all segments of a group."""
 
 
-class Preprocessor:
-    """Turns groups into samples. Advantages are computed over the whole group, before rollouts are dropped.
+def prepare(group: Group, config: PreprocessConfig, score: Scorer | None = None) -> Prepared:
+    """Turn a group into samples. Advantages are computed over the whole group, before rollouts are dropped.
 
     A rollout is dropped for the first of these reasons that applies:
     `empty`: it has no sampled tokens; `overlong`: its last completion was cut at its token limit (`overlong: drop`);
     `zero_advantage`: its advantage is 0, so it has no policy gradient (`zero_advantage: drop`).
+
+    Raises RolloutError, naming the group and rollout, for an inconsistent rollout.
     """
-
-    def __init__(self, config: PreprocessConfig, reference: ReferenceScorer | None = None) -> None:
-        self._config = config
-        self._reference = reference
-
-    def process(self, group: Group) -> Prepared:
-        """Prepare one group. Raises RolloutError, naming the group and rollout, for an inconsistent rollout."""
-        config, rewards = self._config, [rollout.reward for rollout in group.rollouts]
-        try:
-            found = advantages(rewards, baseline=config.advantage, normalize_std=config.normalize_std)
-        except ValueError as error:
-            raise RolloutError(f"group {group.index}: {error}") from error
-        samples: list[TrainingSample] = []
-        dropped: list[DroppedRollout] = []
-        for rollout, advantage in zip(group.rollouts, found, strict=True):
-            sample = _sample(group, rollout, advantage)
-            reason = self._reason_to_drop(sample)
-            if reason is None:
-                samples.append(sample)
-            else:
-                dropped.append(DroppedRollout.of(sample, reason))
-        if self._reference is not None and samples:
-            samples = _with_reference(samples, self._reference)
-        return Prepared(
-            index=group.index,
-            ids=tuple(rollout.id for rollout in group.rollouts),
-            samples=tuple(samples),
-            dropped=tuple(dropped),
-        )
-
-    def _reason_to_drop(self, sample: TrainingSample) -> str | None:
+    try:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        found = advantages(rewards, baseline=config.advantage, normalize_std=config.normalize_std)
+    except ValueError as error:
+        raise RolloutError(f"group {group.index}: {error}") from error
+    samples: list[TrainingSample] = []
+    dropped: list[DroppedRollout] = []
+    for rollout, advantage in zip(group.rollouts, found, strict=True):
+        sample = _sample(group, rollout, advantage)
         if sample.sampled_count == 0:
-            return "empty"
-        if not sample.finished and self._config.overlong == "drop":
-            return "overlong"
-        if sample.advantage == 0.0 and self._config.zero_advantage == "drop":
-            return "zero_advantage"
-        return None
+            dropped.append(DroppedRollout.of(sample, "empty"))
+        elif not sample.finished and config.overlong == "drop":
+            dropped.append(DroppedRollout.of(sample, "overlong"))
+        elif advantage == 0.0 and config.zero_advantage == "drop":
+            dropped.append(DroppedRollout.of(sample, "zero_advantage"))
+        else:
+            samples.append(sample)
+    if score is not None and samples:
+        samples = _with_reference(samples, score)
+    return Prepared(
+        index=group.index,
+        ids=tuple(rollout.id for rollout in group.rollouts),
+        samples=tuple(samples),
+        dropped=tuple(dropped),
+    )
 
 
 def newest_version(group: Group) -> int:
@@ -132,11 +115,11 @@ def _sample(group: Group, rollout: Rollout, advantage: float) -> TrainingSample:
     )
 
 
-def _with_reference(samples: Sequence[TrainingSample], reference: ReferenceScorer) -> list[TrainingSample]:
-    """The same samples with their reference log-probs, from one call of the scorer."""
+def _with_reference(samples: Sequence[TrainingSample], score: Scorer) -> list[TrainingSample]:
+    """The same samples with their reference log-probs, from one call."""
     segments = [segment for sample in samples for segment in sample.segments]
-    scores = reference.score(segments)
-    if [len(score) for score in scores] != [len(segment.sampled_positions) for segment in segments]:
+    scores = score(segments)
+    if [len(of_segment) for of_segment in scores] != [len(segment.sampled_positions) for segment in segments]:
         raise ValueError("the reference scorer did not return one log-probability per sampled token of each segment")
     remaining = iter(scores)
     return [

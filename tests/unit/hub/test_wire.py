@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 
 from pipelinerl.hub import wire
 from pipelinerl.hub.wire import ClosedError, HandOver, Wire
-from tests.unit.record_parts import status
 
 
 @contextmanager
@@ -82,33 +79,3 @@ def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
         here.sendall(garbage)
         with pytest.raises(ClosedError):
             there.receive()
-
-
-def test_real_signals_between_any_two_instructions_break_no_message() -> None:
-    found, interrupts = list[Any](), 0
-    with raw_end() as (here, other), closing(Wire(here.dup(), wire.ToHub)) as one:
-        here.close()
-
-        def handler(*_: object) -> None:
-            nonlocal interrupts
-            interrupts += 1
-            one.send(wire.Publish(status("engine", detail=str(interrupts))))
-
-        reader = threading.Thread(target=lambda: found.extend(received(other, 1 << 30)))
-        reader.start()
-        before = signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
-        sent = 0
-        try:
-            while interrupts < 300:
-                one.send(HandOver(sent, 1, False, bytes(sent % 3000)))
-                sent += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        assert one.drain(10.0)
-        one.close()
-        reader.join()
-    assert [message.index for message in found if isinstance(message, HandOver)] == list(range(sent))
-    details = [message.status.detail for message in found if isinstance(message, wire.Publish)]
-    assert sorted(map(int, details)) == list(range(1, interrupts + 1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
-from pipelinerl.preprocess import Preprocessor
+from pipelinerl.preprocess import prepare
 from pipelinerl.preprocess.preprocessor import STD_EPSILON, advantages, join_turns
 from pipelinerl.types import FinishReason, Rollout, Segment, Turn, VersionSpan, spans_from_versions
 from tests.unit.group_parts import group, turn
@@ -82,7 +82,7 @@ def test_each_rollout_is_kept_or_dropped_for_one_reason(
     settings: dict[str, Any], rollouts: Sequence[Rollout], kept: dict[str, float], dropped: dict[str, tuple[int, ...]]
 ) -> None:
     measured = [msgspec.structs.replace(one, metrics={one.id: 1.0}) for one in rollouts]
-    prepared = Preprocessor(PreprocessConfig(**settings)).process(group(9, measured))
+    prepared = prepare(group(9, measured), PreprocessConfig(**settings))
     assert all(sample.metrics == {sample.id: 1.0} and sample.group_index == 9 for sample in prepared.samples)
     assert {sample.id: sample.advantage for sample in prepared.samples} == kept
     assert [sample.finished for sample in prepared.samples] == [
@@ -112,7 +112,7 @@ def test_every_rollout_ends_in_a_sample_or_in_one_count(
     attempts: list[tuple[float, int, FinishReason, int]], config: PreprocessConfig, score: bool
 ) -> None:
     made = [rollout(str(i), *attempt) for i, attempt in enumerate(attempts)]
-    prepared = Preprocessor(config, TableScorer() if score else None).process(group(9, made))
+    prepared = prepare(group(9, made), config, TableScorer().score if score else None)
     assert len(prepared.samples) + len(prepared.dropped) == len(made)
     assert [sample.id for sample in prepared.samples] == sorted(sample.id for sample in prepared.samples)
     expected = advantages([item.reward for item in made], baseline=config.advantage, normalize_std=config.normalize_std)
@@ -124,10 +124,8 @@ def test_every_rollout_ends_in_a_sample_or_in_one_count(
 
 def test_the_reference_scores_all_kept_segments_in_one_call() -> None:
     scorer = TableScorer()
-    config = PreprocessConfig(overlong="drop")
-    prepared = Preprocessor(config, scorer).process(
-        group(9, [rollout("a", 1.0, turns=2), rollout("b", 0.0, 9, "length"), rollout("c", 0.0, 2)])
-    )
+    finished = group(9, [rollout("a", 1.0, turns=2), rollout("b", 0.0, 9, "length"), rollout("c", 0.0, 2)])
+    prepared = prepare(finished, PreprocessConfig(overlong="drop"), scorer.score)
     (segments,) = scorer.calls
     assert segments == [segment for sample in prepared.samples for segment in sample.segments]
     assert [sample.reference_logprobs for sample in prepared.samples] == [
@@ -139,9 +137,9 @@ def test_the_reference_scores_all_kept_segments_in_one_call() -> None:
 def test_errors_name_the_group_and_the_rollout() -> None:
     bad = Rollout(id="g9/a3", turns=(Turn(prompt_ids=(), completion=rollout("x", 0).turns[0].completion),), reward=1.0)
     with pytest.raises(RolloutError, match=r"group 9, rollout 'g9/a3': turn 0 \(request x/0\) has an empty prompt"):
-        Preprocessor(PreprocessConfig()).process(group(9, [rollout("a", 1.0), bad]))
+        prepare(group(9, [rollout("a", 1.0), bad]), PreprocessConfig())
     with pytest.raises(RolloutError, match="group 9: reward nan"):
-        Preprocessor(PreprocessConfig()).process(group(9, [rollout("a", float("nan"))]))
+        prepare(group(9, [rollout("a", float("nan"))]), PreprocessConfig())
 
 
 def test_a_turn_that_continues_extends_the_segment_with_context_and_completion() -> None:

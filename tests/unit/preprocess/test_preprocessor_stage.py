@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -25,7 +26,7 @@ from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.session import KeptGroup
-from pipelinerl.preprocess import Preprocessor, PreprocessorStage, newest_version
+from pipelinerl.preprocess import PreprocessorStage, newest_version, prepare
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer.queue import SampleQueue
@@ -33,7 +34,7 @@ from pipelinerl.types import Group, GroupLedger, Prepared
 from tests.unit.hub.hub_parts import Asking, Worker, make_state
 from tests.unit.trainer.test_queue import ids, make_group, pull_all
 
-PREPROCESSOR = Preprocessor(PreprocessConfig())
+PREPARE = partial(prepare, config=PreprocessConfig())
 AHEAD = 3
 PREPROCESSING, TRAINING = WorkerKind(reads="unprepared"), WorkerKind(reads="prepared", follows=True)
 
@@ -41,7 +42,7 @@ PREPROCESSING, TRAINING = WorkerKind(reads="unprepared"), WorkerKind(reads="prep
 @pytest.mark.parametrize(("reward", "state", "detail"), [(1.0, "done", ""), (math.nan, "failed", "RolloutError")])
 def test_how_it_ended_is_on_the_board(reward: float, state: str, detail: str) -> None:
     board, turns = MemoryBoard(), iter([False, False, True])
-    groups = mock.Mock(read=lambda _: [(0, PREPROCESSOR.process(make_group(0, rewards=[reward] * 3)))])
+    groups = mock.Mock(read=lambda _: [(0, PREPARE(make_group(0, rewards=[reward] * 3)))])
     stage = PreprocessorStage(groups, board=board)
     with pytest.raises(RolloutError, match="group 0: reward nan") if detail else nullcontext():
         stage.run(lambda: next(turns))
@@ -83,7 +84,7 @@ class Run:
 
     def begin_preprocessor(self) -> None:
         self.preprocessor = Worker(self.server.connect(PREPROCESSING))
-        reader = HubReader(self.preprocessor, Group, ahead=1, prepare=PREPROCESSOR.process)
+        reader = HubReader(self.preprocessor, Group, ahead=1, prepare=PREPARE)
         self.stage = PreprocessorStage(reader, board=MemoryBoard())
 
     def act(self, action: str, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
-from pipelinerl.preprocess import Preprocessor
+from pipelinerl.preprocess import prepare
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.types import DroppedRollout, Group, GroupLedger, Rollout
 from tests.unit.group_parts import GroupStream, group, turn
@@ -40,7 +41,7 @@ class Setup:
     by_index: bool = False
 
     def queue(self, position: QueuePosition | None = None, counts: QueueCounts | None = None) -> SampleQueue:
-        self.reader = GroupStream(Preprocessor(self.config).process)
+        self.reader = GroupStream(partial(prepare, config=self.config))
         for each in self.groups:
             self.reader.write(each)
         queue = SampleQueue(self.reader, by_index=self.by_index, position=position, counts=counts)

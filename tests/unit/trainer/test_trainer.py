@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,7 +24,7 @@ from pipelinerl.files import JsonLines
 from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord, TrainedRecord
-from pipelinerl.preprocess import Preprocessor
+from pipelinerl.preprocess import prepare
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
@@ -87,7 +88,7 @@ class Setup:
         self.sender = MemoryWeightSender(messages)
         self.engine = Engine(Receiver(messages, self.sender.tensors), noise)
         self.board = MemoryBoard()
-        self.writer = GroupStream(Preprocessor(PreprocessConfig()).process)
+        self.writer = GroupStream(partial(prepare, config=PreprocessConfig()))
         model, state = tiny_llama(), CheckpointState(version=0)
         path = latest_checkpoint(run_dir) if resume else None
         if path is not None:

@@ -427,12 +427,12 @@ class _OneBatch:
 def _prepare(config: RunConfig, policy: Policy) -> Callable[[Group], Prepared]:
     """Prepares groups as the run did: a preprocessor in a process of its own had its own reference model, and one thread."""
     apart = config.launch.preprocessor == "process"
-    preprocessor = make_preprocessor(config) if apart else make_preprocessor(config, policy.lora)
+    prepare_one = make_preprocessor(config) if apart else make_preprocessor(config, policy.lora)
     threads = PREPROCESSING_THREADS if apart else torch.get_num_threads()
 
     def prepare(group: Group) -> Prepared:
         with torch_threads(threads):
-            return preprocessor.process(group)
+            return prepare_one(group)
 
     return prepare
 

@@ -72,7 +72,7 @@ def _run(session: Session, hub: Hub, interrupts: Interrupts, *, view: RunView) -
     generation = Generation(session, hub.board, Direct(hub), Receiver(messages, sender.tensors))
     starting(hub.board, [TRAINER], "loads the model")
     policy = load_policy(session)
-    reader = DirectReader(hub, make_preprocessor(session.config, policy.lora).process)
+    reader = DirectReader(hub, make_preprocessor(session.config, policy.lora))
     with closing(sender), open_trainer(session, hub.board, policy, reader, sender) as trainer:
 
         def after_iteration() -> None:

@@ -65,7 +65,7 @@ def run_training(session: Session, hub: HubClient) -> None:
         if config.launch.preprocessor == "process":
             reader = HubReader(hub, Prepared)
         else:
-            reader = HubReader(hub, Group, prepare=make_preprocessor(config, policy.lora).process)
+            reader = HubReader(hub, Group, prepare=make_preprocessor(config, policy.lora))
         sender = stack.enter_context(closing(_sender(session, hub, stopping.is_set)))
         files = partial(RecordLines, hub, session.run.root)
         opened = open_trainer(session, hub, policy, reader, sender, lines=files, settle=hub.require_sync)
