@@ -20,6 +20,7 @@ Does not import torch: the launcher plans a resume by `state.json`.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -59,12 +60,9 @@ class FileRecord(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, path: Path) -> FileRecord:
         """Raises OSError."""
-        digest, size = xxhash.xxh3_128(), 0
         with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-                size += len(block)
-        return cls(size, digest.hexdigest())
+            checksum = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+            return cls(file.tell(), checksum)
 
 
 class QueuePosition(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ another process or a file is never executed. This module does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any, Literal, SupportsFloat
 
@@ -216,14 +216,12 @@ class GroupLedger(msgspec.Struct):
     def __contains__(self, index: int) -> bool:
         return 0 <= index < self.below or index in self.extras
 
-    def missing_from(self, start: int = 0) -> Iterator[int]:
-        """Endless ascending indices >= start (and >= 0) that are not in the ledger at the time they are yielded."""
-        index = max(start, 0)
-        while True:
-            index = max(index, self.below)
-            if index not in self.extras:
-                yield index
+    def first_missing(self, start: int) -> int:
+        """The lowest index >= start (and >= 0) that is not in the ledger."""
+        index = max(start, self.below)
+        while index in self.extras:
             index += 1
+        return index
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):

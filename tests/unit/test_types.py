@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count, islice
+from itertools import count
 
 import msgspec
 from hypothesis import given
@@ -26,22 +26,12 @@ indices = st.lists(st.integers(0, 40), max_size=60)
 def test_it_is_the_set_of_what_was_added_in_any_order(added: list[int], start: int) -> None:
     ledger, reference = ledger_of(added), set(added)
     assert [index for index in range(-2, 45) if index in ledger] == sorted(reference)
-    expected = list(islice((index for index in count(max(start, 0)) if index not in reference), 30))
-    assert list(islice(ledger.missing_from(start), 30)) == expected
+    assert ledger.first_missing(start) == next(index for index in count(max(start, 0)) if index not in reference)
     assert ledger == ledger_of(sorted(added, reverse=True))
     again, copied = msgspec.json.decode(msgspec.json.encode(ledger), type=GroupLedger), ledger.copy()
     assert again == copied == ledger
     copied.add(ledger.below)
     assert copied != ledger
-
-
-def test_what_is_added_meanwhile_is_no_longer_missing() -> None:
-    ledger = ledger_of([0, 2])
-    missing = ledger.missing_from()
-    assert next(missing) == 1
-    for index in (1, 3, 5):
-        ledger.add(index)
-    assert [next(missing), next(missing)] == [4, 6]
 
 
 def test_it_stays_small() -> None:

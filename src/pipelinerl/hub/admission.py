@@ -107,7 +107,7 @@ class AdmissionState:
         verdict = self._verdict(process, progress, engine_version, rollouts)
         if not verdict.allowed:
             return Admitted(None, verdict)
-        index = self.returned.pop(0) if self.returned else next(self._taken.missing_from(self.next_index))
+        index = self.returned.pop(0) if self.returned else self._taken.first_missing(self.next_index)
         self.next_index = max(self.next_index, index + 1)
         self.claims[index] = Claim(process, engine_version, rollouts)
         self.in_progress[engine_version] += rollouts

@@ -62,15 +62,6 @@ PREPROCESSING_THREADS = 1
 """For a preprocessing process. Without a reference model it computes almost nothing."""
 
 
-class Threads(NamedTuple):
-    """CPU threads. `generation` is for each process that generates tokens, including engine servers that the run starts;
-    `training` is for each rank of the trainer.
-    """
-
-    generation: int
-    training: int
-
-
 class Share(NamedTuple):
     """The CPU threads of a process, and whether it yields to the trainer, which computes on the same cores."""
 
@@ -83,41 +74,30 @@ def engine_roles(config: RunConfig) -> list[str]:
     return generation_roles(config) if config.engine.kind == "local" else server_roles(config)
 
 
-def plan_threads(
-    config: RunConfig, schedule: Schedule, cores: int, *, engines: int | None = None, ranks: int | None = None
-) -> Threads:
-    """Threads of each process: as the run file sets them, or by default shares of the cores of its machine.
-
-    `engines`: how many processes on this machine generate tokens, `ranks`: how many train (None: all of the run).
+def shares_of(config: RunConfig, schedule: Schedule, roles: Sequence[str], cores: int) -> dict[str, Share]:
+    """The shares of processes that are on one machine with `cores` cores. Threads are as the run file sets them, or else:
 
     If generation and training alternate (by the schedule, or in the embedded launcher), each phase gets all cores, which
-    several generating processes share. Otherwise a single generating process gets half the cores; with several, each gets
-    one core, and the trainer gets the rest. A generation process that only talks to servers is not counted: it is mostly
-    idle.
-    """
-    engines = len(engine_roles(config)) if engines is None else engines
-    ranks = config.trainer.ranks if ranks is None else ranks
-    if not ranks or schedule.takes_turns or config.launch.kind == "embedded":
-        generation, training = cores // max(1, engines), cores
-    elif engines == 1:
-        generation, training = cores // 2, cores - cores // 2
-    else:
-        generation, training = 1, cores - engines
-    return Threads(config.engine.threads or max(1, generation), config.trainer.threads or max(1, training // max(1, ranks)))
-
-
-def shares_of(config: RunConfig, schedule: Schedule, roles: Sequence[str], cores: int) -> dict[str, Share]:
-    """The shares of processes that are on one machine with `cores` cores.
-
-    A generation process that only talks to engine servers gets one thread, as it computes nothing. Engines yield to the
-    trainer if both compute at the same time on the same cores.
+    several processes share. Otherwise a single process that generates tokens gets half the cores; with several, each gets
+    one core, and the trainer gets the rest. A generation process that only talks to engine servers gets one thread, as it
+    computes nothing. Engines yield to the trainer if both compute at the same time on the same cores.
     """
     computing, training = {*engine_roles(config)}, {TRAINING, *rank_roles(config)}
     engines, ranks = len(computing.intersection(roles)), len(training.intersection(roles))
-    threads = plan_threads(config, schedule, cores, engines=engines, ranks=ranks)
+    if not ranks or schedule.takes_turns or config.launch.kind == "embedded":
+        generating, trained = cores // max(1, engines), cores
+    elif engines == 1:
+        generating, trained = cores // 2, cores - cores // 2
+    else:
+        generating, trained = 1, cores - engines
     behind = ranks > 0 and config.engine.device == "cpu" and not schedule.takes_turns and engines + 1 > cores
-    shares = {role: Share(threads.training if role in training else PREPROCESSING_THREADS, False) for role in roles}
-    return shares | {role: Share(threads.generation, behind) for role in roles if role in computing}
+    shares = dict.fromkeys(roles, Share(PREPROCESSING_THREADS, False))
+    for role in roles:
+        if role in computing:
+            shares[role] = Share(config.engine.threads or max(1, generating), behind)
+        elif role in training:
+            shares[role] = Share(config.trainer.threads or max(1, trained // ranks), False)
+    return shares
 
 
 def process_environment(threads: int) -> dict[str, str]:

@@ -6,10 +6,9 @@ from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.status import TrainerOutput
 from pipelinerl.trainer.step import Learner, StepResult
-from pipelinerl.trainer.trainer import CheckpointPlan, Trainer
+from pipelinerl.trainer.trainer import Trainer
 
 __all__ = [
-    "CheckpointPlan",
     "FrozenModelScorer",
     "Learner",
     "SampleQueue",

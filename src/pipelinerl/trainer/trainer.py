@@ -16,7 +16,6 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,6 @@ from pipelinerl.types import ENGINE, ProbeReading, Segment, TrainerProgress, Tra
 POLL_S = 0.002
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPlan:
-    """Where checkpoints go, and what they contain in addition to the trainer's own state.
-
-    `check` raises PipelineRLError if this process may not write any more.
-    """
-
-    directory: Path
-    tokenizer: Any
-    check: Callable[[], object] = lambda: None
-
-
 class Trainer:
     """The trainer process of Algorithm 2: trains the model from `state` to `config.steps` optimizer steps.
 
@@ -58,6 +45,9 @@ class Trainer:
 
     `state` is of a checkpoint whose weights, optimizer and random numbers have been restored, or of a fresh run. `queue`
     must continue from its positions and counters. `checksum`: of these weights, if the run has published them before.
+
+    Checkpoints go to the folder `checkpoints`, with the `tokenizer`. `check` raises PipelineRLError if this process may not
+    write any more.
     """
 
     def __init__(
@@ -69,15 +59,17 @@ class Trainer:
         sender: WeightSender,
         *,
         output: TrainerOutput,
-        checkpoints: CheckpointPlan,
+        checkpoints: Path,
+        tokenizer: Any,
         state: CheckpointState,
         stopped: Callable[[], bool],
+        check: Callable[[], object] = lambda: None,
         checksum: str | None = None,
     ) -> None:
         self._config, self._learner, self._queue, self._schedule = config, learner, queue, schedule
         self._sender = sender
         self._probe = ProbeCheck(learner.model, learner.logits)
-        self._checkpoints = checkpoints
+        self._checkpoints, self._tokenizer, self._check = checkpoints, tokenizer, check
         self._status = TrainerStatus(output, self._progress)
         self._version, self._stopped, self._last_step = state.version, stopped, False
         self._published_before = {state.version: checksum} if checksum else {}
@@ -230,9 +222,8 @@ class Trainer:
         if weights_every and version % weights_every == 0:
             with self._status.spending("saving_s"):
                 self._status.report("working", f"writing the weights of version {version}", now=True)
-                plan = self._checkpoints
-                folder = plan.directory.parent / WEIGHTS_FOLDER
-                save_weights(folder, version=version, model=self._learner, tokenizer=plan.tokenizer, check=plan.check)
+                folder, saved = self._checkpoints.parent / WEIGHTS_FOLDER, self._learner
+                save_weights(folder, version=version, model=saved, tokenizer=self._tokenizer, check=self._check)
         if checkpoint_every and version % checkpoint_every == 0:
             with self._status.spending("saving_s"):
                 self.checkpoint()
@@ -244,16 +235,16 @@ class Trainer:
         """
         self._finish_checkpoint()
         self._status.report("working", f"writing the checkpoint of version {self._version}", now=True)
-        plan, position = self._checkpoints, self._queue.position()
+        position = self._queue.position()
         counters = msgspec.structs.replace(self._counters, queue=self._queue.counts)
         finish = write_checkpoint(
-            plan.directory,
+            self._checkpoints,
             CheckpointState(version=self._version, rng=rng_state(), positions=position, counters=counters),
             model=self._learner,
-            tokenizer=plan.tokenizer,
+            tokenizer=self._tokenizer,
             optimizer=self._learner.save_optimizer,
             keep=self._config.keep_checkpoints,
-            check=plan.check,
+            check=self._check,
         )
         self._unfinished = (self._version, position, self._finishing.submit(finish))
 

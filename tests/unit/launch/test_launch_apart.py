@@ -24,7 +24,7 @@ from pipelinerl.launch.hosts.worker import WorkerActor
 from pipelinerl.launch.session import Session, StartPlan, WorkerSpec, read_session, write_session
 from pipelinerl.launch.stages import training
 from pipelinerl.launch.stages.generation import Generation, make_engine
-from pipelinerl.resources.roles import Threads, plan_threads, process_environment, server_roles, shares_of, worker_roles
+from pipelinerl.resources.roles import process_environment, server_roles, shares_of, worker_roles
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.serving.client.adapter import EngineUnavailableError
@@ -46,31 +46,30 @@ def generating(processes: int, threads: int | None = None, **sections: Any) -> R
 @pytest.mark.parametrize(
     ("config", "cores", "expected", "generation", "yields"),
     [
-        (LOCAL, 8, Threads(4, 4), 4, False),
-        (RunConfig(engine=EngineConfig(kind="http")), 8, Threads(4, 4), 1, False),
-        (TWO_SERVERS, 8, Threads(1, 6), 1, False),
-        (TWO_SERVERS, 2, Threads(1, 1), 1, True),
-        (ATTACHED, 1, Threads(1, 1), 1, False),
-        (ATTACHED.model_copy(update={"schedule": TURNS}), 8, Threads(8, 8), 1, False),
-        (generating(2, schedule=TURNS), 8, Threads(4, 8), 4, False),
-        (generating(2, schedule=TURNS), 2, Threads(1, 2), 1, False),  # it sleeps while the trainer computes
-        (generating(1, schedule=TURNS), 8, Threads(8, 8), 8, False),
-        (generating(3), 8, Threads(1, 5), 1, False),
-        (generating(2), 2, Threads(1, 1), 1, True),
-        (RunConfig(engine=EngineConfig(processes=2, device="cuda")), 2, Threads(1, 1), 1, False),
-        (generating(2, threads=3, trainer=TrainerConfig(threads=5)), 8, Threads(3, 5), 3, False),
+        (LOCAL, 8, (4, 4), 4, False),
+        (RunConfig(engine=EngineConfig(kind="http")), 8, (4, 4), 1, False),
+        (TWO_SERVERS, 8, (1, 6), 1, False),
+        (TWO_SERVERS, 2, (1, 1), 1, True),
+        (ATTACHED, 1, (1, 1), 1, False),
+        (ATTACHED.model_copy(update={"schedule": TURNS}), 8, (8, 8), 1, False),
+        (generating(2, schedule=TURNS), 8, (4, 8), 4, False),
+        (generating(2, schedule=TURNS), 2, (1, 2), 1, False),  # it sleeps while the trainer computes
+        (generating(1, schedule=TURNS), 8, (8, 8), 8, False),
+        (generating(3), 8, (1, 5), 1, False),
+        (generating(2), 2, (1, 1), 1, True),
+        (RunConfig(engine=EngineConfig(processes=2, device="cuda")), 2, (1, 1), 1, False),
+        (generating(2, threads=3, trainer=TrainerConfig(threads=5)), 8, (3, 5), 3, False),
     ],
 )
 def test_cores_go_to_what_computes_and_engines_yield_where_they_share_the_trainers(
-    config: RunConfig, cores: int, expected: Threads, generation: int, yields: bool
+    config: RunConfig, cores: int, expected: tuple[int, int], generation: int, yields: bool
 ) -> None:
     schedule = make_schedule(config)
-    assert plan_threads(config, schedule, cores) == expected
     servers, workers = server_roles(config), worker_roles(config)
     shares = shares_of(config, schedule, [*servers, *workers], cores)
     assert shares[workers[0]].threads == generation
-    assert shares["training"].threads == expected.training
-    assert all(shares[server].threads == expected.generation for server in servers)
+    assert shares["training"].threads == expected[1]
+    assert all(shares[server].threads == expected[0] for server in servers)
     assert any(share.yields for share in shares.values()) == yields
 
 

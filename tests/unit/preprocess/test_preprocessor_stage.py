@@ -107,7 +107,7 @@ class Run:
                 self.begin_preprocessor()
 
     def write(self) -> None:
-        following = next(self.hub.admission._taken.missing_from(self.hub.admission.next_index))
+        following = self.hub.admission._taken.first_missing(self.hub.admission.next_index)
         if following < len(self.groups) and self.server.failure is None:
             self.actor.ask(len(self.actor.granted) + 1)
             self.actor.settled()

@@ -27,7 +27,7 @@ from pipelinerl.metrics.records import StepRecord, TrainedRecord
 from pipelinerl.preprocess import prepare
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput, saving
+from pipelinerl.trainer import Learner, SampleQueue, Trainer, TrainerOutput, saving
 from pipelinerl.types import Group, Rollout, StageStatus, TrainerProgress, Turn
 from pipelinerl.weights.receiving import Receiver
 from pipelinerl.weights.sending import MemoryWeightSender
@@ -114,7 +114,8 @@ class Setup:
                 started_s=time.monotonic(),
                 weighs_products=weighs_products,
             ),
-            checkpoints=CheckpointPlan(directory=run_dir / "checkpoints", tokenizer=make_tokenizer()),
+            checkpoints=run_dir / "checkpoints",
+            tokenizer=make_tokenizer(),
             state=state,
             stopped=stopped,
         )

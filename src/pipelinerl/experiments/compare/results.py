@@ -39,7 +39,7 @@ QUANTITIES = {
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`processes` engines of `slots` slots each, and the trainer's ranks. Threads: see `plan_threads`."""
+    """`processes` engines of `slots` slots each, and the trainer's ranks. Threads: see `shares_of`."""
 
     processes: int
     slots: int

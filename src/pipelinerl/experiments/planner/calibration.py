@@ -39,7 +39,7 @@ from pipelinerl.metrics.records import StepRecord, TimelineRecord
 from pipelinerl.report import count, in_terminal, table
 from pipelinerl.report.series import RecordedGroup, name_of, read_groups, read_timeline
 from pipelinerl.resources.machine import Machine, load_average, this_machine, usable_cores
-from pipelinerl.resources.roles import plan_threads
+from pipelinerl.resources.roles import server_roles, shares_of, worker_roles
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import make_schedule
 from pipelinerl.types import GenerationRequest, SamplingParams
@@ -317,7 +317,8 @@ def decode_times(config: RunConfig, lengths: LengthDistribution, prompt_tokens: 
 
     from pipelinerl.launch.stages.generation import load_local_engine  # noqa: PLC0415 - as above
 
-    torch.set_num_threads(plan_threads(config, make_schedule(config), usable_cores()).generation)
+    roles = [*server_roles(config), *worker_roles(config)]
+    torch.set_num_threads(shares_of(config, make_schedule(config), roles, usable_cores())[roles[0]].threads)
     model, engine = load_local_engine(config)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rng = np.random.default_rng(config.seed)

@@ -27,7 +27,7 @@ from pipelinerl.launch.stages.preprocessing import make_preprocessor
 from pipelinerl.launch.stages.training import load_policy, open_trainer
 from pipelinerl.process import LOG_FORMAT, Interrupts, counted_interrupts, peak_memory
 from pipelinerl.resources.machine import usable_cores
-from pipelinerl.resources.roles import plan_threads
+from pipelinerl.resources.roles import TRAINING, shares_of, worker_roles
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.status.board import MemoryBoard, last_statuses, starting, write_statuses
 from pipelinerl.status.view import RunView
@@ -42,11 +42,11 @@ LOOK_EVERY_S = 0.5
 def run_embedded(session: Session, view: RunView) -> Outcome:
     """Run the session to its end. Errors of the run are in the outcome, not raised."""
     begin_s, board = time.monotonic(), _GuardedBoard(2 * session.config.launch.watchdog_s)
-    threads = plan_threads(session.config, session.schedule, usable_cores()).training
+    shares = shares_of(session.config, session.schedule, worker_roles(session.config), usable_cores())
     error: PipelineRLError | None = None
     with (
         logging_to(session.run),
-        torch_threads(threads),
+        torch_threads(shares[TRAINING].threads),
         counted_interrupts(raises_at=2) as interrupts,
         closing(make_hub(session, board)) as hub,
     ):

@@ -34,7 +34,7 @@ from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
 from pipelinerl.resources.roles import TRAINING, rank_roles
 from pipelinerl.status.board import starting
-from pipelinerl.trainer import CheckpointPlan, Learner, SampleQueue, Trainer, TrainerOutput
+from pipelinerl.trainer import Learner, SampleQueue, Trainer, TrainerOutput
 from pipelinerl.trainer.saving import restore_rng, rng_state
 from pipelinerl.types import TRAINER, Group, Prepared
 
@@ -262,7 +262,9 @@ def open_trainer(
             sender,
             output=output,
             stopped=run.stop_request.exists,
-            checkpoints=CheckpointPlan(directory=run.checkpoints, tokenizer=policy.tokenizer, check=settle),
+            checkpoints=run.checkpoints,
+            tokenizer=policy.tokenizer,
+            check=settle,
             state=state,
             checksum=session.plan.checksum,
         )
