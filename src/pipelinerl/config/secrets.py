@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.yaml_text import with_texts
 
 REMOVED = "(removed)"
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -22,29 +23,19 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
     A name whose last word is a secret's (`api_key`, `accessToken`, `passwords`) has its value removed, whatever it is: only
     numbers under a plural stay, because they are counts (`max_tokens`).
     """
-    cleaned: dict[str, Any] = _clean(config.model_dump(mode="json"), by_name=False)
-    cleaned["environment"] = _clean(cleaned["environment"], by_name=True)
-    return cleaned
+    cleaned = with_texts(lambda text: _QUERY.sub(rf"\1{REMOVED}", _LOGIN.sub("", text)), config.model_dump(mode="json"))
+    return {**cleaned, "environment": _without_named(cleaned["environment"])}
 
 
 def without_paths(value: Any) -> Any:
     """JSON-like values with the last part of each absolute path: the folders of this machine mean nothing elsewhere."""
-    if isinstance(value, dict):
-        return {key: without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_paths(item) for item in value]
-    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
+    return with_texts(lambda text: Path(text).name if os.path.isabs(text) else text, value)
 
 
-def _clean(value: Any, *, by_name: bool) -> Any:
+def _without_named(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            key: REMOVED if by_name and _is_secret(key, item) else _clean(item, by_name=by_name)
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_clean(item, by_name=by_name) for item in value]
-    return _QUERY.sub(rf"\1{REMOVED}", _LOGIN.sub("", value)) if isinstance(value, str) else value
+        return {key: REMOVED if _is_secret(key, item) else _without_named(item) for key, item in value.items()}
+    return [_without_named(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_secret(name: str, value: Any) -> bool:

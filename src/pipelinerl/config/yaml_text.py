@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import yaml
@@ -114,19 +115,20 @@ def dump(value: Any) -> str:
 
     `parse` reads the same values, also with `variables`.
     """
+    escaped = with_texts(partial(REFERENCE.sub, r"$\g<0>"), value)  # `$${NAME}` for `${NAME}`, as a run file has to have it
     text: str = yaml.dump(
-        _escaped(value), Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
+        escaped, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
     )
     return text
 
 
-def _escaped(value: Any) -> Any:
-    """The same values with `$${NAME}` for `${NAME}`, as a run file has to have them."""
+def with_texts(change: Callable[[str], str], value: Any) -> Any:
+    """The same JSON-like values with `change` of each text that is a value."""
     if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
+        return {key: with_texts(change, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
-    return REFERENCE.sub(r"$\g<0>", value) if isinstance(value, str) else value
+        return [with_texts(change, item) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 class _Visit:

@@ -27,7 +27,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.attention import choose_attention
-from pipelinerl.models.state import checksum, load_weights, named_weights, on_gpu
+from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights, on_gpu
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -439,8 +439,6 @@ class LocalEngine:
         load_weights(self._runner.model, update.tensors, known_finite=by_device)
         self._runner.weights_changed()
         if by_device:
-            from pipelinerl.models.state import device_checksum  # noqa: PLC0415 - only on a GPU
-
             held, sent = device_checksum(self._weights), update.device_checksum
         else:
             held, sent = checksum(self._weights), update.checksum

@@ -125,7 +125,7 @@ class RowTable:
     stops                        stop tokens, padded with -1
 
     `positions`, `last`, `counts`, `tokens` and `logprobs` are up to date after `flush`. `decoding` is the number of decoding
-    rows. `plain` is true if all rows sample at temperature 1 and without truncation.
+    rows, `used` of all that are not free. `plain` is true if all rows sample at temperature 1 and without truncation.
     """
 
     def __init__(self, rows: int, max_length: int) -> None:
@@ -148,18 +148,13 @@ class RowTable:
         self._age = 0  # steps since the last compaction
         self._overflow_age = self._earliest_end_age = 0
         self._stop_ids: frozenset[int] = frozenset()
-        self._used = 0
+        self.used = 0
         self.decoding = 0
         self.plain = True
 
     @property
-    def used(self) -> int:
-        """Rows that are not free."""
-        return self._used
-
-    @property
     def free(self) -> int:
-        return len(self._owners) - self._used
+        return len(self._owners) - self.used
 
     def owner(self, row: int) -> Sequence:
         owner = self._owners[row]
@@ -171,7 +166,7 @@ class RowTable:
         """Free the row of a sequence that has ended."""
         self._kinds[sequence.row] = FREE
         self._owners[sequence.row] = None
-        self._used -= 1
+        self.used -= 1
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Mark the sequence as decoding: its prompt is in the cache."""
@@ -214,12 +209,12 @@ class RowTable:
             targets.append(vacant[: len(movers)])
             vacant = vacant[len(movers) :]
         moves = self._move(np.concatenate(sources), np.concatenate(targets))
-        self._used = int(starts[-1])
-        self._kinds[self._used :] = FREE
-        self._owners[self._used :] = [None] * (len(self._owners) - self._used)
+        self.used = int(starts[-1])
+        self._kinds[self.used :] = FREE
+        self._owners[self.used :] = [None] * (len(self._owners) - self.used)
         for row, sequence in zip(vacant.tolist(), fresh, strict=True):
             self._admit(sequence, row)
-        self.plain = self._all_plain(slice(0, self._used))
+        self.plain = self._all_plain(slice(0, self.used))
         decoding = slice(0, self.decoding)
         self._age = 0
         self._overflow_age = 1 + min((region.limit - region.longest for region in self._regions), default=0)

@@ -185,7 +185,7 @@ class SlotTable(RowTable):
         free = np.flatnonzero(self._kinds == FREE)[: len(fresh)]
         for row, sequence in zip(free.tolist(), fresh, strict=True):
             self._admit(sequence, row)
-        self._used += len(fresh)
+        self.used += len(fresh)
 
     def start_decoding(self, sequence: Sequence) -> None:
         """As in `RowTable`; the first decode step processes the prompt's last token."""

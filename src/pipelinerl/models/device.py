@@ -65,20 +65,16 @@ def prepare_compiler() -> None:
     config.compile_threads = min(8, os.cpu_count() or 1) if torch.cuda.is_available() else 1
 
 
-def why_not(failure: Exception) -> str:
-    """The cause of an error of a compiler, in one line."""
-    inner = getattr(failure, "inner_exception", failure)
-    return f"{type(inner).__name__}: {inner}".partition("\n")[0]
-
-
 def try_compiler(name: str, compile_it: Callable[[], None]) -> str:
     """Empty if `compile_it` succeeds, else ", not compiled: " and why, for a description; there is a warning, too."""
     try:
         prepare_compiler()
         compile_it()
     except Exception as failure:  # noqa: BLE001 - whatever a compiler raises
-        _log.warning("%s can't be compiled, which costs some speed: %s", name, why_not(failure))
-        return f", not compiled: {why_not(failure)}"
+        inner = getattr(failure, "inner_exception", failure)
+        why = f"{type(inner).__name__}: {inner}".partition("\n")[0]
+        _log.warning("%s can't be compiled, which costs some speed: %s", name, why)
+        return f", not compiled: {why}"
     return ""
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.models.attention import choose_attention, deviations, replace_attention
-from pipelinerl.models.device import prepare_compiler, why_not
+from pipelinerl.models.device import try_compiler
 from pipelinerl.models.packed import ATTENTION_NAME, PackedRow, TrainingForward, packed_attention, probe_segments
 from pipelinerl.models.state import compute_dtype, is_narrow
 
@@ -119,22 +119,21 @@ def compile_layers(forward: TrainingForward, *, backend: str = "inductor") -> Tr
     if is_narrow(compute_dtype(forward.model)):
         with perturbed(forward.model):
             tolerance = max(0.05, 2 * _difference(_probe(forward, layers), expected))
-    try:
-        prepare_compiler()
+
+    def compile_them() -> None:
         apart: Any = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
         replace_attention(forward.model, _COMPILED_ATTENTION, apart)
         for layer in layers:
             layer.forward = _with_gradients(layer.forward, torch.compile(layer.forward, dynamic=True, backend=backend))
         error = _difference(_probe(forward, layers), expected)
-        if error <= tolerance:
-            return replace(forward, compiled=True)
-        reason = f"its results would be off by {error:.1g} (relative)"
-    except Exception as failure:  # noqa: BLE001 - whatever a compiler raises
-        reason = why_not(failure)
+        if not error <= tolerance:
+            raise RuntimeError(f"its results would be off by {error:.1g} (relative)")
+
+    if not try_compiler(f"trainer.compile has no effect: the layers of {name}", compile_them):
+        return replace(forward, compiled=True)
     for layer in layers:
         vars(layer).pop("forward", None)
     choose_attention(forward.model, ATTENTION_NAME)
-    _log.warning("trainer.compile has no effect: the layers of %s can't be compiled here: %s", name, reason)
     return forward
 
 

@@ -22,14 +22,6 @@ _LOOKUPS = ("embed", "wte", "wpe")
 """Parts of the names of lookup tables (embeddings), which are not multiplied with."""
 
 
-class Config(dict[str, Any]):
-    """A model's configuration, of which families use different names for one number."""
-
-    def first_int(self, *names: str) -> int | None:
-        """The first of `names` that is a positive integer here."""
-        return next((self[name] for name in names if isinstance(self.get(name), int) and self[name] > 0), None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder. `parameters` counts a tensor that has two names once.
@@ -82,19 +74,19 @@ def read_shape(folder: Path) -> ModelShape | None:
     config = _json(folder / "config.json")
     tensors = _tensors(folder)
     inner_config = config.get("text_config")
-    text = Config(inner_config if isinstance(inner_config, dict) else config)
-    hidden = text.first_int("hidden_size", "n_embd", "d_model")
-    layers = text.first_int("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    text: dict[str, Any] = inner_config if isinstance(inner_config, dict) else config
+    hidden = _first_int(text, "hidden_size", "n_embd", "d_model")
+    layers = _first_int(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
     layers = layers or len(text.get("layers_block_type") or ())
-    heads = text.first_int(
-        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
+    heads = _first_int(
+        text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"
     )
     heads = heads or (1 if "state_size" in text else None)
-    vocabulary = text.first_int("vocab_size")
+    vocabulary = _first_int(text, "vocab_size")
     if not tensors or not (hidden and layers and heads and vocabulary):
         return None
-    head_dim = text.first_int("head_dim") or hidden // heads
-    inner = text.first_int("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim")
+    head_dim = _first_int(text, "head_dim") or hidden // heads
+    inner = _first_int(text, "moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim")
     head = next((name for name in tensors if name.endswith(_HEADS)), None)
     if head and config.get("tie_word_embeddings") is True and len(tensors) > 1:
         del tensors[head]  # the same tensor as the embedding, stored under both names
@@ -119,10 +111,11 @@ def read_shape(folder: Path) -> ModelShape | None:
         hidden=hidden,
         query_width=heads * head_dim,
         kv_width=with_keys * _kv_width(text, heads, head_dim),
-        state=recurrent * _linear_state(text, hidden) + kinds.count("conv") * hidden * (text.first_int("conv_L_cache") or 0),
-        feed_forward=(inner or 4 * hidden) * (text.first_int("num_experts_per_tok") or 1),
+        state=recurrent * _linear_state(text, hidden)
+        + kinds.count("conv") * hidden * (_first_int(text, "conv_L_cache") or 0),
+        feed_forward=(inner or 4 * hidden) * (_first_int(text, "num_experts_per_tok") or 1),
         vocabulary=vocabulary,
-        max_length=text.first_int("max_position_embeddings", "n_positions"),
+        max_length=_first_int(text, "max_position_embeddings", "n_positions"),
     )
 
 
@@ -160,48 +153,53 @@ def _json(path: Path) -> dict[str, Any]:
 # convolution's states.
 
 
-def _kinds(text: Config, layers: int) -> list[str]:
+def _first_int(text: Mapping[str, Any], *names: str) -> int | None:
+    """The first of `names`, which differ between families of models, that is a positive integer."""
+    return next((text[name] for name in names if isinstance(text.get(name), int) and text[name] > 0), None)
+
+
+def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
     """The kind of each layer, by the names that configurations use."""
     listed = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(listed, list) and len(listed) == layers:
         return [str(kind).removesuffix("_sliding") for kind in listed]
-    if (interval := text.first_int("full_attention_interval")) is not None:
+    if (interval := _first_int(text, "full_attention_interval")) is not None:
         return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     if isinstance(chosen := text.get("attn_layer_indices"), list):
         return ["full_attention" if i in chosen else "mamba" for i in range(layers)]
-    if (period := text.first_int("attn_layer_period")) is not None:
+    if (period := _first_int(text, "attn_layer_period")) is not None:
         offset = text.get("attn_layer_offset", 0)
         return ["full_attention" if i % period == offset else "mamba" for i in range(layers)]
-    if text.first_int("mamba_d_state") is not None:
+    if _first_int(text, "mamba_d_state") is not None:
         return ["hybrid"] * layers
-    return ["mamba" if text.first_int("state_size") is not None else "full_attention"] * layers
+    return ["mamba" if _first_int(text, "state_size") is not None else "full_attention"] * layers
 
 
-def _linear_state(text: Config, hidden: int) -> int:
+def _linear_state(text: Mapping[str, Any], hidden: int) -> int:
     """Elements of one recurrent layer's states per sequence: the delta rule's, Mamba 2's or Mamba's."""
-    kernel = text.first_int("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") or 4
-    if (value_heads := text.first_int("linear_num_value_heads", "linear_num_heads")) is not None:
-        key, value = (text.first_int(f"linear_{name}_head_dim", "linear_head_dim") or 0 for name in ("key", "value"))
-        keys = (text.first_int("linear_num_key_heads") or value_heads) * key
+    kernel = _first_int(text, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") or 4
+    if (value_heads := _first_int(text, "linear_num_value_heads", "linear_num_heads")) is not None:
+        key, value = (_first_int(text, f"linear_{name}_head_dim", "linear_head_dim") or 0 for name in ("key", "value"))
+        keys = (_first_int(text, "linear_num_key_heads") or value_heads) * key
         return kernel * (2 * keys + value_heads * value) + value_heads * key * value
-    size = text.first_int("mamba_d_state", "ssm_state_size", "state_size") or 0
-    heads = text.first_int("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-    head_dim = text.first_int("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    size = _first_int(text, "mamba_d_state", "ssm_state_size", "state_size") or 0
+    heads = _first_int(text, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    head_dim = _first_int(text, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     if heads is None or head_dim is None:
-        inner = (text.first_int("mamba_expand", "expand") or 2) * hidden
+        inner = (_first_int(text, "mamba_expand", "expand") or 2) * hidden
         if "state_size" in text:  # a model of Mamba layers only
-            inner = text.first_int("intermediate_size") or inner
+            inner = _first_int(text, "intermediate_size") or inner
         return inner * (kernel + size)
-    groups = text.first_int("mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+    groups = _first_int(text, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
     return kernel * (heads * head_dim + 2 * groups * size) + heads * head_dim * size
 
 
-def _kv_width(text: Config, heads: int, head_dim: int) -> int:
+def _kv_width(text: Mapping[str, Any], heads: int, head_dim: int) -> int:
     """Width of a token's keys and values in a layer. Latents (MLA) are expanded to all heads."""
     if "kv_lora_rank" in text:
-        keys, rotated = (text.first_int(f"qk_{name}_head_dim") or 0 for name in ("nope", "rope"))
-        return heads * (keys + rotated + (text.first_int("v_head_dim") or 0))
-    shared = text.first_int("num_key_value_heads", "num_kv_heads") or heads
+        keys, rotated = (_first_int(text, f"qk_{name}_head_dim") or 0 for name in ("nope", "rope"))
+        return heads * (keys + rotated + (_first_int(text, "v_head_dim") or 0))
+    shared = _first_int(text, "num_key_value_heads", "num_kv_heads") or heads
     if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
         shared = 1
-    return shared * (head_dim + (text.first_int("v_head_dim") or head_dim))
+    return shared * (head_dim + (_first_int(text, "v_head_dim") or head_dim))

@@ -6,6 +6,7 @@ seconds, so it is imported when an environment is built.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pipelinerl.config.schema import ShareBelowOne
@@ -57,7 +58,7 @@ class Verifiers(ProblemSet):
         require("verifiers", "environment.kind verifiers")
         require_chat(tokenizer, "environment.kind verifiers")
         # Imported here because verifiers takes seconds to import and is an optional dependency.
-        from pipelinerl.environments.tasks.verifiers_rollouts import Player, load_environment  # noqa: PLC0415
+        from pipelinerl.environments.tasks.verifiers_rollouts import load_environment, play, prepare_rubrics  # noqa: PLC0415
 
         loaded = load_environment(options.environment, options.load, options.args or {})
         if loaded.evaluation is not None:
@@ -66,10 +67,11 @@ class Verifiers(ProblemSet):
         parts = split(loaded.training, held_out, _key, f"the dataset of environment {loaded.name}")
         super().__init__(parts, f"verifiers/{seed}")
         template_options = check_template_options(tokenizer, options.template_options)
-        self._player = Player(loaded, template_options, threads=options.threads)
+        prepare_rubrics(loaded.environment, loaded.name, threads=options.threads)
+        self._play = partial(play, loaded=loaded, template_options=template_options)
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        return await self._player.play(problem.payload, client)
+        return await self._play(problem.payload, client)
 
 
 def _key(problem: Problem) -> str:

@@ -258,37 +258,30 @@ def _recording_errors(function: Callable[..., Any], threads: bool) -> Callable[.
 # ---- attempts
 
 
-class Player:
-    """Runs rollouts of one environment, any number at a time."""
+async def play(
+    row: Mapping[str, Any], client: GenerationClient, loaded: LoadedEnvironment, template_options: Mapping[str, Any]
+) -> Rollout:
+    """Run one rollout.
 
-    def __init__(self, loaded: LoadedEnvironment, template_options: Mapping[str, Any], *, threads: bool) -> None:
-        """Raises EnvironmentSetupError for rubrics that can't score single rollouts."""
-        self._name, self._environment = loaded.name, loaded.environment
-        prepare_rubrics(self._environment, self._name, threads=threads)
-        self._template_options = template_options
-
-    async def play(self, row: Mapping[str, Any], client: GenerationClient) -> Rollout:
-        """Run one rollout.
-
-        Metrics are the rubric's, the conversation's, `reward_errors` (number of functions that raised) and `prompt_too_long`
-        (1 if that ended the rollout). If an error ended the rollout, raises the error of the model call, else RolloutError.
-        It also does so if a server that a reward function asks can't be reached.
-        """
-        policy = PolicyClient(client, self._template_options)
-        raised = list[str]()
-        _errors.set(raised)
-        output = await self._environment.run_rollout(dict(row), policy, MODEL, sampling_args={})
-        turns = policy.conversation.turns
-        if (error := output["error"]) is not None:
-            raise policy.failure or RolloutError(f"environment {self._name} ended with {error['error_chain_repr']}")
-        if policy.too_long is not None and not turns:
-            raise policy.too_long
-        if line := next(filter(None, raised), ""):
-            raise RolloutError(f"reward function {line}")
-        metrics = {
-            **policy.conversation.metrics,
-            "prompt_too_long": float(policy.too_long is not None),
-            "reward_errors": float(len(raised)),
-            **(output["metrics"] or {}),
-        }
-        return Rollout(turns=turns, reward=output["reward"], metrics=metrics)
+    Metrics are the rubric's, the conversation's, `reward_errors` (number of functions that raised) and `prompt_too_long`
+    (1 if that ended the rollout). If an error ended the rollout, raises the error of the model call, else RolloutError.
+    It also does so if a server that a reward function asks can't be reached.
+    """
+    policy = PolicyClient(client, template_options)
+    raised = list[str]()
+    _errors.set(raised)
+    output = await loaded.environment.run_rollout(dict(row), policy, MODEL, sampling_args={})
+    turns = policy.conversation.turns
+    if (error := output["error"]) is not None:
+        raise policy.failure or RolloutError(f"environment {loaded.name} ended with {error['error_chain_repr']}")
+    if policy.too_long is not None and not turns:
+        raise policy.too_long
+    if line := next(filter(None, raised), ""):
+        raise RolloutError(f"reward function {line}")
+    metrics = {
+        **policy.conversation.metrics,
+        "prompt_too_long": float(policy.too_long is not None),
+        "reward_errors": float(len(raised)),
+        **(output["metrics"] or {}),
+    }
+    return Rollout(turns=turns, reward=output["reward"], metrics=metrics)
