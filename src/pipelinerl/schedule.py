@@ -131,18 +131,20 @@ class PipelineSchedule(Schedule):
 
 
 @dataclass(frozen=True)
-class _Rounds(Schedule):
-    """Rounds of G optimizer steps. Weights change between rounds only, when no rollout is in progress.
+class ConventionalSchedule(Schedule):
+    """Conventional RL (Algorithm 1): B*G rollouts with frozen weights, then G steps, alternately. Lag is at most G - 1.
 
-    If rollouts of a round are dropped, whole groups are started to replace them. Rollouts left over at the end of a round
+    These are rounds of G optimizer steps: weights change between rounds only, when no rollout is in progress. If rollouts of
+    a round are dropped, whole groups are started to replace them. Rollouts left over at the end of a round
     are dropped (`round_surplus`). A resumed run may begin within a round, which is then shorter. `ahead`: number of rounds
     that are generated before the trainer is done with the current one.
     """
 
     batch_size: int
     steps_per_round: int
+    name: str = "conventional"
     too_old_reason: str = "round_surplus"
-    in_rounds = True
+    in_rounds = takes_turns = True
     ahead = 0
 
     def oldest_trained(self, version: int) -> int:
@@ -164,21 +166,14 @@ class _Rounds(Schedule):
 
 
 @dataclass(frozen=True)
-class ConventionalSchedule(_Rounds):
-    """Conventional RL (Algorithm 1): B*G rollouts with frozen weights, then G steps, alternately. Lag is at most G - 1."""
-
-    name: str = "conventional"
-    takes_turns = True
-
-
-@dataclass(frozen=True)
-class AsyncSchedule(_Rounds):
-    """Asynchronous RL: rollouts for the next G steps are generated while the trainer processes the last round.
+class AsyncSchedule(ConventionalSchedule):
+    """Asynchronous RL: rounds, too, but the rollouts of the next G steps are generated while the trainer takes G steps.
 
     Lag is at most 2G - 1.
     """
 
     name: str = "async"
+    takes_turns = False
     ahead = 1
 
 

@@ -1,14 +1,14 @@
-"""Values that may be shown to others."""
+"""Values that may be shown to others, and changes of all texts in values."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.config.yaml_text import with_texts
 
 REMOVED = "(removed)"
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -44,3 +44,12 @@ def _is_secret(name: str, value: Any) -> bool:
     if value is None or (last.endswith("s") and isinstance(value, (int, float))):
         return False
     return last in _SECRET or last.removesuffix("s") in _SECRET
+
+
+def with_texts(change: Callable[[str], str], value: Any) -> Any:
+    """The same JSON-like values with `change` of each text that is a value."""
+    if isinstance(value, dict):
+        return {key: with_texts(change, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_texts(change, item) for item in value]
+    return change(value) if isinstance(value, str) else value

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from pipelinerl.config.secrets import with_texts
 from pipelinerl.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
@@ -120,15 +121,6 @@ def dump(value: Any) -> str:
         escaped, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
     )
     return text
-
-
-def with_texts(change: Callable[[str], str], value: Any) -> Any:
-    """The same JSON-like values with `change` of each text that is a value."""
-    if isinstance(value, dict):
-        return {key: with_texts(change, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [with_texts(change, item) for item in value]
-    return change(value) if isinstance(value, str) else value
 
 
 class _Visit:

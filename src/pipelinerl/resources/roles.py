@@ -69,11 +69,6 @@ class Share(NamedTuple):
     yields: bool
 
 
-def engine_roles(config: RunConfig) -> list[str]:
-    """The processes of the run that generate tokens: none with external engine servers."""
-    return generation_roles(config) if config.engine.kind == "local" else server_roles(config)
-
-
 def shares_of(config: RunConfig, schedule: Schedule, roles: Sequence[str], cores: int) -> dict[str, Share]:
     """The shares of processes that are on one machine with `cores` cores. Threads are as the run file sets them, or else:
 
@@ -82,8 +77,9 @@ def shares_of(config: RunConfig, schedule: Schedule, roles: Sequence[str], cores
     one core, and the trainer gets the rest. A generation process that only talks to engine servers gets one thread, as it
     computes nothing. Engines yield to the trainer if both compute at the same time on the same cores.
     """
-    computing, training = {*engine_roles(config)}, {TRAINING, *rank_roles(config)}
-    engines, ranks = len(computing.intersection(roles)), len(training.intersection(roles))
+    computing = generation_roles(config) if config.engine.kind == "local" else server_roles(config)
+    training = [TRAINING, *rank_roles(config)]
+    engines, ranks = (len({*kind} & {*roles}) for kind in (computing, training))
     if not ranks or schedule.takes_turns or config.launch.kind == "embedded":
         generating, trained = cores // max(1, engines), cores
     elif engines == 1:
