@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -25,13 +26,12 @@ def placed_lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
 
     Raises RunDirectoryError for a file that can't be read and for any other line that is not such a record, with its number.
     """
-    decoder, begin, number = msgspec.json.Decoder(kind), 0, 0
+    decode, begin, number = msgspec.json.Decoder(kind).decode, 0, 0
     try:
         with open(path, "rb") as file:
-            for line in file:
-                number += 1
+            for number, line in enumerate(file, start=1):  # noqa: B007 - an error names it
                 if line.endswith(b"\n"):
-                    yield begin, decoder.decode(line)
+                    yield begin, decode(line)
                 begin += len(line)
     except FileNotFoundError:
         return
@@ -46,7 +46,7 @@ def read_lines(path: Path, kind: type[T], repeats: Callable[[T, T], bool] = lamb
 
     A run that resumes from a checkpoint repeats the steps after it: the later lines count.
     """
-    return without_repeated((record for _, record in placed_lines(path, kind)), repeats)
+    return without_repeated(map(itemgetter(1), placed_lines(path, kind)), repeats)
 
 
 def without_repeated(written: Iterable[T], repeats: Callable[[T, T], bool]) -> list[T]:
