@@ -24,8 +24,7 @@ from tests import forks
 # processes started by tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# As in the processes of a run: with the default of 700 the imports of torch and transformers take a fifth longer.
-gc.set_threshold(50_000)
+gc.disable()  # until everything is imported: nearly all of it stays
 
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.register_profile("wild", derandomize=False, deadline=None, max_examples=1000)
@@ -69,6 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never searched for garbage, here, by hypothesis or by pytest."""
+    gc.freeze()
+    gc.set_threshold(50_000)  # as in the processes of a run
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

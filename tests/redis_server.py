@@ -34,7 +34,7 @@ def redis_for_tests(directory: Path, *options: str) -> Iterator[str]:
     command += ["--save", "", "--appendonly", "yes", "--appendfsync", "no", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        with redis.Redis(unix_socket_path=str(socket)) as client:
+        with redis.Redis(unix_socket_path=str(socket), retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0)) as client:
             deadline_s = time.monotonic() + 30
             while True:
                 try:

@@ -39,9 +39,8 @@ def timeless(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in clocked} for record in records]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "pipeline" else pytest.mark.slow) for name in SCHEDULES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_same_run_file_gives_the_same_run(name: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for run_dir in (first, second):
@@ -60,6 +59,7 @@ def test_the_same_run_file_gives_the_same_run(name: str, tmp_path: Path) -> None
     assert bool(spanning) == name.startswith("pipeline"), "only in flight does a sequence see an update"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["conventional", "async"])
 def test_rounds_have_the_lag_of_the_method_and_batches_that_are_not_sorted_by_length(kind: str, tmp_path: Path) -> None:
     """Conventional: 0 .. G-1 within a round. Async: the first round on policy, then G .. 2G-1.

@@ -30,6 +30,7 @@ def attempts_of(folder: Path) -> dict[tuple[int, int], AttemptRecord]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert run_command("demo", *GCD, *SMALL, "--out", str(out)) == 0

@@ -47,7 +47,7 @@ NEEDS = {
     "tools_agent.yaml": ["anthropic", "starlette"],
     "verifiers_env.yaml": ["verifiers"],
 }
-SLOW = {
+EXHAUSTIVE = {
     "apart.yaml": "five processes, and tests/integration/test_apart.py runs the same parts",
     "smollm2_sums.yaml": "importing reasoning-gym takes seconds",
     "verifiers_env.yaml": "importing verifiers takes seconds",
@@ -86,16 +86,18 @@ def require(name: str) -> None:
         pytest.importorskip(package)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUN_FILES if name not in CLUSTERS])
 def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> None:
     require(name)
     check_without_running(load_config(f"examples/{name}", ["--run_dir", str(here / "run")]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive] if name in SLOW else [])
+        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ())
         for name in RUN_FILES
         if name not in CLUSTERS
     ],

@@ -49,11 +49,12 @@ LOSSES = get_args(TrainerConfig.model_fields["loss"].annotation)
 SCHEDULES = get_args(ScheduleConfig.model_fields["kind"].annotation)
 USUAL = {*product(LOSSES, ["pipeline"]), *product(["reinforce"], SCHEDULES)}
 """Each loss and each schedule once; the other pairs are exhaustive."""
+MARKS = dict.fromkeys(USUAL, pytest.mark.slow) | {("reinforce", "pipeline"): ()}
 
 
 @pytest.mark.parametrize(
     ("loss", "schedule"),
-    [pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.exhaustive) for pair in product(LOSSES, SCHEDULES)],
+    [pytest.param(*pair, marks=MARKS.get(pair, pytest.mark.exhaustive)) for pair in product(LOSSES, SCHEDULES)],
 )
 def test_all_weights_learn_to_answer_with_ones(loss: str, schedule: str, tmp_path: Path) -> None:
     rounds = {"schedule__kind": schedule, "schedule__steps_per_round": 1 if schedule == "pipeline" else 2}

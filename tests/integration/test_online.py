@@ -31,6 +31,7 @@ from tests.integration.runs import (
     write_environment,
 )
 
+pytestmark = pytest.mark.slow
 MIXTURE = "{environments: {plain: {kind: gcd, weight: 3}, rare: {kind: gcd, weight: 1}}}"
 
 
@@ -50,7 +51,6 @@ def assert_as_recorded(run_dir: Path, record: EvaluationRecord, *sets: str) -> N
     assert {f"{of}/reward": sum(by_set[of].values()) / 4 for of in sets}.items() <= record.metrics.items()
 
 
-@pytest.mark.slow
 def test_they_are_recorded_and_the_same_run_file_gives_the_same_run(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     settings = {"environment__kind": "mixture", "environment__args": MIXTURE, "schedule__max_lag": 3}
@@ -93,7 +93,6 @@ def of_sets(folder: Path, **sets: object) -> dict[str, object]:
     }
 
 
-@pytest.mark.slow
 def test_rounds_do_not_wait_for_them_a_resume_repeats_none_and_each_set_has_a_reward_of_its_own(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     sets = {name: {"held_out": f"{tmp_path}/{name}.jsonl"} for name in ("hard", "longer")}

@@ -78,6 +78,7 @@ def assert_kept(run_dir: Path) -> None:
         assert max(abs(a - b) for a, b in zip(expected, turn.completion.logprobs, strict=True)) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "check"), [("recompute", assert_recomputed), ("keep", assert_kept)])
 def test_log_probabilities_are_those_of_the_recorded_versions(kv: str, check: Any, tmp_path: Path) -> None:
     run(tmp_path / "r", engine__kv_on_update=kv, **EVERY_VERSION)
@@ -135,6 +136,7 @@ def test_what_is_trained_on_is_what_was_sampled(tmp_path: Path, monkeypatch: pyt
 UpdateWeights = Callable[[LocalEngine, WeightUpdate], UpdateReceipt]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cheat", ["nothing", "all but the head"])
 def test_an_update_without_effect_ends_the_run(cheat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update_weights: UpdateWeights = LocalEngine.update_weights

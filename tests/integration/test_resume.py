@@ -34,13 +34,15 @@ from tests.integration.runs import (
     write_environment,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "other",
     [
         {},
         {"trainer__kl_coefficient": 0.1, "preprocess__zero_advantage": "keep"},
-        pytest.param({"model__lora__rank": 8, "trainer__learning_rate": 3e-3}, marks=pytest.mark.slow),
+        {"model__lora__rank": 8, "trainer__learning_rate": 3e-3},
     ],
     ids=["default", "KL penalty", "adapters"],
 )
@@ -58,7 +60,7 @@ def test_the_next_step_after_a_resume_is_the_same(other: dict[str, Any], tmp_pat
     assert_gone_on(tmp_path / "halves", 4)
 
 
-@pytest.mark.parametrize("schedule", ["pipeline", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["pipeline", "async"])
 def test_a_resume_with_groups_on_their_way(schedule: str, tmp_path: Path) -> None:
     """Batches that are no multiple of a group: some are half trained on when the run stops."""
     rounds = {} if schedule == "pipeline" else {"schedule__steps_per_round": 2}
@@ -230,7 +232,6 @@ ROUNDS_OF_2 = {"schedule__kind": "conventional", "schedule__steps_per_round": 2}
 ASYNC_ROUNDS = {"schedule__kind": "async", "schedule__steps_per_round": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [(PIPELINE, ROUNDS_OF_2), (ROUNDS_OF_4, ROUNDS_OF_2), (ROUNDS_OF_4, PIPELINE), (PIPELINE, ASYNC_ROUNDS)],

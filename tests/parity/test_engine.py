@@ -13,11 +13,9 @@ from transformers import DynamicCache
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, versions_from_spans
-from tests.parity.models import CONFIGS, THROUGH_CACHE, VOCABULARY, make_model
+from tests.parity.models import CONFIGS, QUICK, THROUGH_CACHE, VOCABULARY, make_model
 from tests.unit.engine.engine_parts import serve, update_of
 
-QUICK = ("gemma3", "llama", "qwen3.5-delta-rule")
-"""Families that the fast tests are content with: the plainest, the most peculiar one, and one with other states."""
 SLOW, EXHAUSTIVE = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.exhaustive)
 USUAL = (*QUICK, "deepseek-v3-latents", "falcon-mamba-token-by-token", "gemma2", "gpt-neox", "gpt-oss-sinks")
 """The others differ from these only in what the engine's own check compares when it loads them."""

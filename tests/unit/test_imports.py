@@ -13,6 +13,7 @@ import pytest
 from pipelinerl.cli import COMMANDS
 from pipelinerl.cli.parser import Commands
 
+pytestmark = pytest.mark.slow
 LAUNCHER = (
     "config.load config.keys config.checks config.yaml_text launch.run launch.run_lock launch.checks resources.memory "
     "launch.hosts.processes launch.hosts.host status.view report cli experiments"

@@ -239,7 +239,7 @@ def test_rows_move_without_mixing_sequences(kv: Any) -> None:
     generator = random.Random(3)
     wanted = [
         request(f"r{i}", tuple(generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, 40))), 1 + i)
-        for i in range(24)
+        for i in range(16)
     ]
     done = serve(engine(slots=7, kv_on_update=kv), wanted, dict.fromkeys(range(0, 100, 5), update_of(0, version=0)))
     for expected in engine(slots=1).generate(wanted):

@@ -47,7 +47,7 @@ def expected_of(model: Any, slots: int) -> list[object]:
     return [(done.token_ids, pytest.approx(done.logprobs, abs=1e-4)) for done in engine.generate(requests())]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_products_of_one_input_are_joint_and_follow_what_is_written_to_their_parameters(family: str) -> None:
     model, other = make_model(family), make_model(family, seed=1)
     before = {name: tensor.clone() for name, tensor in named_weights(model).items()}
@@ -67,9 +67,10 @@ def test_products_of_one_input_are_joint_and_follow_what_is_written_to_their_par
         torch.testing.assert_close(found_NV, other(input_ids=ids_T[None]).logits[0][order_N], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["llama", *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for name in sorted(OTHERS))],
+    ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in sorted(OTHERS))],
 )
 def test_layers_of_a_kind_are_compiled_once_for_all_numbers_of_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, noting = expected_of(deep_model(family), slots=16), NotingCompiler()

@@ -113,6 +113,7 @@ def planted_old_pool(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceRows, "clear_graphs", lambda rows: rows._graphs.clear())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [planted_rebinding, planted_wait, planted_early_reading, planted_cpu_tensor, planted_old_pool]
 )
@@ -130,6 +131,7 @@ def test_a_planted_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], mo
     assert found != expected
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_has_left_the_device_when_another_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def unrecordable(rows: DeviceRows, count: int, plain: bool) -> None:
         try:

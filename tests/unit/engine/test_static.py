@@ -131,6 +131,7 @@ def test_a_model_that_needs_scores_is_refused_by_static_steps_only() -> None:
         engine_for(make_model("gemma2"), decoding="static", slots=1, max_length=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "norms"), [("llama", 5), ("qwen3", 9), ("gemma3", 0)])
 def test_norms_are_one_operation_each(family: str, norms: int) -> None:
     """Of a layer two, and in Qwen 3 those of queries and keys. Gemma's have other weights and stay as they are."""

@@ -171,6 +171,7 @@ def test_notations_have_the_values_that_a_reader_gives_them():
     assert quick_verdict("2ab", "2ba") is quick_verdict("5 m", "5 meters") is quick_verdict("1 apple", "1 apples") is None
 
 
+@pytest.mark.slow
 @needs_math_verify
 def test_math_verify_judges_the_rest():
     pairs = {
@@ -196,6 +197,7 @@ def test_math_verify_judges_the_rest():
     assert asyncio.run(judged()) == [JudgeVerdict(right) for right in pairs.values()]
 
 
+@pytest.mark.slow
 @needs_math_verify
 def test_an_answer_that_would_never_end_is_wrong_and_generation_goes_on(tmp_path):
     environment, problem = one_problem(tmp_path, judge="math-verify", judge_timeout_s=1.5)

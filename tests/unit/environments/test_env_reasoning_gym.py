@@ -11,6 +11,7 @@ from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout
 
+pytestmark = pytest.mark.slow  # for what reasoning-gym imports
 SUMS = {"task": "chain_sum", "args": {"min_terms": 2, "max_terms": 2, "max_digits": 2}}
 
 

@@ -16,6 +16,7 @@ from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from tests.integration.runs import alive, until
 
+pytestmark = pytest.mark.slow
 FUNCTIONS = """
 import ctypes, itertools, os, subprocess, sys, time
 

@@ -95,7 +95,7 @@ def test_a_fault_is_seen_and_ends_the_checks(
             """import os; print('["WRONG", "nccl", "no", "do"]', flush=True); os.abort()""",
             [("WRONG", "nccl", "no"), ("WRONG", "GPU checks", "the program died with <Signals.SIGABRT: 6>.")],
         ),
-        ("import time; time.sleep(60)", [("WRONG", "GPU checks", "the program timed out after 3.0 seconds")]),
+        ("import time; time.sleep(60)", [("WRONG", "GPU checks", "the program timed out after 0.3 seconds")]),
     ],
 )
 def test_the_doctor_reports_the_checks_and_how_their_program_ended(
@@ -106,7 +106,7 @@ def test_the_doctor_reports_the_checks_and_how_their_program_ended(
     def other(command: list[str], **options: Any) -> Any:
         return own([sys.executable, "-c", program] if "-m" in command else command, **options)
 
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.3 if "sleep" in program else 60.0)
     monkeypatch.setattr(subprocess, "run", other)
     *found, mps = doctor._gpu_checks()
     assert [(one.level, one.what, one.found) for one in found] == expected

@@ -22,6 +22,7 @@ from pipelinerl.experiments.sweep import (
     split_values,
 )
 from pipelinerl.report import in_terminal
+from tests.integration.runs import try_in_this_process
 
 RATES = ["--trainer.learning_rate", "1e-4,3e-4", "--actor.group_size=8"]
 
@@ -122,7 +123,10 @@ def test_settings_are_ranked_and_failures_never_improve_them(tmp_path: Path) -> 
     assert (paired.low, paired.high) == (pytest.approx(-0.1), pytest.approx(-0.1))
 
 
-def test_finished_runs_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_runs_are_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_in_this_process(monkeypatch)
     out, flags = tmp_path / "out", ["--trainer.learning_rate", "1e-4,3e-4", "--evaluation.problems", "0"]
     grid = make_grid(None, flags, 2)
     for run in planned_runs(grid.settings, grid.seeds):

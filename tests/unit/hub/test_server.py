@@ -231,6 +231,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_of_a_process_that_is_killed_while_it_sends_what_was_complete_counts(tmp_path: Path) -> None:
     random = Random(0)
     with served(tmp_path, MANY, stream=FileStream(tmp_path / "streams", tmp_path / ROLLOUTS_FILE)) as place:

@@ -24,7 +24,7 @@ from pipelinerl.trainer import logprobs
 from pipelinerl.trainer.logprobs import RowLogprobs, token_logprobs
 from pipelinerl.types import Segment
 from tests.parity import models as parity
-from tests.parity.models import CONFIGS, VOCABULARY
+from tests.parity.models import CONFIGS, FAMILIES, VOCABULARY
 from tests.unit.engine.engine_parts import request, update_of
 from tests.unit.models.test_packed import make_segments
 
@@ -80,7 +80,7 @@ def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleran
         torch.testing.assert_close(found[name].to(tensor.dtype), tensor, atol=tolerance * scale, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *SCALED])
+@pytest.mark.parametrize("name", [*FAMILIES, *SCALED])
 def test_it_equals_the_logits_of_every_family(name: str) -> None:
     model = make_model(name)
     forward = training_forward(model)
@@ -248,7 +248,7 @@ def mean_gap(name: str, *, head: bool) -> torch.Tensor:
     return (ours - theirs).abs().mean()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-untied"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("llama-untied", marks=pytest.mark.slow)])
 def test_trainer_and_engine_agree_better(name: str) -> None:
     assert mean_gap(name, head=True) < 0.95 * mean_gap(name, head=False)
 
@@ -281,6 +281,7 @@ def test_names_weights_and_tying_stay(name: str) -> None:
     assert (head.weight is embedding.weight) == plain.config.tie_word_embeddings
 
 
+@pytest.mark.slow
 def test_a_flat_engine_converts_the_head_once_and_again_after_an_update(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
             torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, float(b.abs().max())), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_of_all_lengths_have_the_gradients_of_the_model_and_are_compiled_once() -> None:
     plain, noting = training_forward(tiny_llama(num_hidden_layers=2)), NotingCompiler()
     forward = compile_layers(training_forward(tiny_llama(num_hidden_layers=2)), backend=noting)
@@ -47,6 +48,7 @@ def test_rows_of_all_lengths_have_the_gradients_of_the_model_and_are_compiled_on
     assert len(noting.graphs) == compiled > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compiler", "reason"), [(absent_compiler, "No working C++ compiler"), (wrong_compiler, "off by")])
 def test_what_can_not_be_compiled_exactly_runs_as_it_is_and_says_so(
     compiler: Any, reason: str, caplog: pytest.LogCaptureFixture

@@ -74,6 +74,7 @@ WITH_VISION = Qwen2VLConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_vision_language_model_is_trained_and_run_as_its_text_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(WITH_VISION).save_pretrained(tmp_path)
@@ -310,6 +311,7 @@ def test_a_table_of_positions_bounds_the_length(name: str) -> None:
         LocalEngine(model, slots=2, max_length=length + 1)
 
 
+@pytest.mark.slow
 def test_other_kinds_of_model_are_refused(tmp_path: Path) -> None:
     t5 = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path)

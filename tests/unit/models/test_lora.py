@@ -19,7 +19,7 @@ from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.trainer import FrozenModelScorer, Learner
 from pipelinerl.types import Segment
-from tests.parity.models import CONFIGS, THROUGH_CACHE, make_model
+from tests.parity.models import CONFIGS, QUICK, THROUGH_CACHE, make_model
 from tests.unit.trainer.test_trainer_step import TEMPERATURE, make_samples
 
 CONFIG = LoraConfig(rank=4, alpha=8.0)
@@ -40,8 +40,9 @@ def stir(lora: LoraModel) -> LoraModel:
     return lora
 
 
+RARE = {name for name in THROUGH_CACHE if "falcon-h1" not in name}
 FAMILIES = [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in THROUGH_CACHE and "falcon-h1" not in name else ())
+    pytest.param(name, marks=pytest.mark.exhaustive if name in RARE else () if name in QUICK else pytest.mark.slow)
     for name in CONFIGS
 ]
 """Of the models that are trained by their own forward, one with attention and a Mamba mixer in each layer."""

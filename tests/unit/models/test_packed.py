@@ -31,7 +31,7 @@ from pipelinerl.models.packed import (
     use_packed_attention,
 )
 from pipelinerl.types import Segment
-from tests.parity.models import CONFIGS, THROUGH_CACHE, VOCABULARY
+from tests.parity.models import CONFIGS, FAMILIES, THROUGH_CACHE, VOCABULARY
 from tests.parity.models import make_model as make_family_model
 
 SIZES = {
@@ -75,7 +75,7 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: str) -> None:
     model, segments = make_model(name), make_segments(LENGTHS)
     alone = []

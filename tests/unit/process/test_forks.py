@@ -136,6 +136,7 @@ def test_a_server_and_its_forks_end_with_their_parent(tmp_path: Path) -> None:
     assert until(lambda: not any(Path(f"/proc/{int(pid)}").exists() for pid in pids))
 
 
+@pytest.mark.slow
 def test_what_a_run_imports_ahead_exists_and_starts_no_thread() -> None:
     code = f"import {', '.join(IMPORTED)}\nimport os\nprint(os.listdir('/proc/self/task'))"
     environment = {**os.environ, **process_environment(1)}

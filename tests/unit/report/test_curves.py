@@ -93,7 +93,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("records", [ALL, ALL[:1]], ids=["all", "one step"])
+@pytest.mark.parametrize("records", [ALL, pytest.param(ALL[:1], marks=pytest.mark.slow)], ids=["all", "one step"])
 def test_a_png_is_drawn(tmp_path: Path, records: list[Record]) -> None:
     with pytest.raises(RunDirectoryError, match=r"nothing to draw: .*metrics\.jsonl"):
         draw_curves(tmp_path, tmp_path / "curves.png")

@@ -105,6 +105,7 @@ def test_a_callback_gets_each_record_and_its_errors_end_nothing(tmp_path: Path) 
     assert len(out.read_text().splitlines()) == 4, "each record once"
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_while_the_process_starts_is_followed_to_its_end(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out"
     file.write_text(f"def note(record):\n    open({str(out)!r}, 'a').write(f'{{record.version}} ')\n")

@@ -36,7 +36,7 @@ WAITS_TO_SEND = 3
 """For the copies, whether weights are finite, and their sums."""
 
 
-@pytest.mark.parametrize("wide_head", [False, True])
+@pytest.mark.parametrize("wide_head", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_have_the_losses_of_the_cpu_and_a_bounded_number_of_waits(
     wide_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

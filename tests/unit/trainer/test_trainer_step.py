@@ -98,7 +98,7 @@ def reinforce_gradients(
     return found
 
 
-@pytest.mark.parametrize("budget", [1, 30, 77, 10_000])
+@pytest.mark.parametrize("budget", [1, 77, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (30, 10_000))])
 @pytest.mark.parametrize("normalization", ["sequences", "tokens"])
 def test_a_step_equals_the_sum_over_single_sequences_for_any_micro_batch(budget: int, normalization: str) -> None:
     model = make_model()
@@ -121,6 +121,7 @@ def test_recomputing_activations_changes_nothing_and_drops_nothing_out() -> None
         torch.testing.assert_close(gradient, gradients(recomputing)[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "correction"),
     [
@@ -287,7 +288,7 @@ def test_low_precision_weights_learn_from_steps_below_their_rounding() -> None:
     samples = make_samples(make_model())
     taught = learner(model, learning_rate=1e-5)
     before = weights(model)
-    for version in range(40):
+    for version in range(15):
         taught.step(samples, version=version)
     masters = {name: t for name, t in taught.optimizer.state().items() if name.endswith(".master")}
     assert {t.dtype for t in masters.values()} == {torch.float32}

@@ -173,7 +173,7 @@ class Fleet:
 
 @pytest.mark.parametrize("encoding", ["full", "delta"])
 def test_every_bit_of_every_type_arrives_in_buckets_that_cut_tensors(encoding: str, rig: Rig) -> None:
-    fleet = Fleet(rig, encoding=encoding, bucket_bytes=100)
+    fleet = Fleet(rig, encoding=encoding, bucket_bytes=900)
     assert fleet.send(0, weights_of(0)) == ("full", 100)
     sent = [fleet.send(version, weights_of(version)) for version in (1, 2, 5)]
     assert all(update == ("full", 100) or (update[0] == "delta" and update[1] <= 1) for update in sent)
@@ -277,6 +277,7 @@ def test_another_protocol_is_told_apart(rig: Rig, monkeypatch: pytest.MonkeyPatc
 # Who dies, and when
 
 
+@pytest.mark.slow
 def test_a_receiver_that_is_gone_is_named(rig: Rig) -> None:
     sender = rig.sender(2, stall_s=1.5)
     receivers = [rig.receiver(sender, index) for index in range(2)]

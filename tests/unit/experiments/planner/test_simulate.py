@@ -89,6 +89,7 @@ def test_long_pauses_and_a_limit_of_the_stock():
     assert_equal_to_the_slow_one(scenario(PipelineSchedule(32, stock=64), lengths=lengths, **changes))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, derandomize=True)
 @given(
     kind=st.sampled_from(("pipeline", "bounded", "stale", "conventional", "async")),

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -15,16 +14,18 @@ from pipelinerl.serving.agents.gateway import Gateway
 from tests.unit.serving.agents.test_agents import CALL, TOKENIZER, ask, at, gateway, play, user
 
 __all__ = ["gateway"]
+pytestmark = pytest.mark.slow
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
-MESSAGES = anthropic.Anthropic(base_url="http://unused", api_key="unused", max_retries=0)
 
 
-def of_anthropic(base_url: str) -> anthropic.Anthropic:
-    return MESSAGES.with_options(base_url=base_url)
+def of_anthropic(base_url: str) -> Any:
+    import anthropic  # takes a second
+
+    return anthropic.Anthropic(base_url=base_url, api_key="unused", max_retries=0)
 
 
 def solve_by_chat(problem: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -165,6 +166,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_what_an_api_would_lose_is_refused_by_name(gateway: Gateway) -> None:
+    import anthropic
+
     def refused(base_url: str) -> None:
         creates: dict[str, tuple[Any, dict[str, Any]]] = {
             "chat": (at(base_url).chat.completions.create, {"messages": [user("?")]}),

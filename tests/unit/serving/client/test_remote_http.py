@@ -174,11 +174,11 @@ def test_code_that_blocks_the_event_loop_does_not_make_a_server_late(tmp_path: P
 
     async def ask(url: str) -> None:
         for passes in (2, 5, 8, 11):
-            client = PipelineServer(url, timeout_s=0.4)
+            client = PipelineServer(url, timeout_s=0.2)
             answer = asyncio.create_task(client.info())
             for _ in range(passes):
                 await asyncio.sleep(0)
-            time.sleep(0.6)
+            time.sleep(0.3)
             assert await answer == info
             await client.close()
 

@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import msgspec
 import openai
 import pytest
@@ -27,6 +26,8 @@ CHAT = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "m
 
 
 def messages_of(client: Any, key: str = "any") -> Any:
+    import anthropic  # takes a second
+
     return anthropic.AsyncAnthropic(base_url="http://localhost", api_key=key, http_client=client, max_retries=0).messages
 
 
@@ -154,6 +155,7 @@ async def test_what_can_not_be_honoured_is_refused_by_name_and_harms_nobody(tmp_
         assert (await client.json("/v1/completions", PLAIN))["choices"]
 
 
+@pytest.mark.slow
 async def test_three_apis_give_the_same_answer(tmp_path: Path) -> None:
     async with running(tmp_path) as (_, plain):
         client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=plain, max_retries=0)
@@ -188,6 +190,7 @@ async def test_what_the_models_tokenizer_can_not_do_is_said(tmp_path: Path) -> N
             assert words in (await client.refusal(f"/v1/{path}", body)).message
 
 
+@pytest.mark.slow
 async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
     written = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     ids = [*TOKENIZER.encode(written), EOS]
@@ -267,6 +270,13 @@ async def test_a_key_is_asked_for_everywhere_but_at_the_door(tmp_path: Path) -> 
             assert (await client.get("/health", headers=headers)).status_code == 200
         right = {"authorization": "Bearer secret", "origin": "https://elsewhere.example"}
         assert (await client.post("/v1/completions", json=PLAIN, headers=right)).status_code == 200
+
+
+@pytest.mark.slow
+async def test_clients_of_anthropic_send_the_key_in_another_header(tmp_path: Path) -> None:
+    import anthropic
+
+    async with running(tmp_path, api_key="secret") as (_, client):
         wants: Any = {"messages": CHAT["messages"], "max_tokens": 5}
         assert (await messages_of(client, "secret").create(model="bytes", **wants)).role == "assistant"
         with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):

@@ -203,8 +203,11 @@ async def test_a_refused_request_of_another_session_changes_nothing(tmp_path: Pa
         await updates.service.updates.close()
 
 
-async def test_a_client_that_leaves_while_its_group_is_formed_keeps_nobody_waiting(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_while_its_group_is_formed_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer may have died then: the next session's weights do not wait until the group of the last one is given up."""
+    monkeypatch.setattr("pipelinerl.weights.broadcast.receiver._ENDING_S", 0.2)
     async with running(tmp_path) as (service, client):
         with closing(listen()) as listener:  # nobody accepts
             host, port = listener.getsockname()

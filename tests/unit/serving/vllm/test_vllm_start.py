@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,14 +38,8 @@ from pipelinerl.serving.vllm.start import (
 )
 from pipelinerl.serving.wire import ProcessGroupRequest
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
+from tests.unit.process.test_child import until
 from tests.unit.weights.relay import Relay
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return condition()
 
 
 def group_of(log: Path) -> int:
@@ -61,6 +54,7 @@ def started(script: str, log: Path) -> ChildProcess:
     return ChildProcess(command, log=log, watches_parent=True, patience_s=30.0)
 
 
+@pytest.mark.slow
 def test_stopping_ends_the_whole_group_and_is_no_failure(tmp_path: Path) -> None:
     server = started("sleep 100 & sleep 100", tmp_path / "log")
     assert members(group_of(tmp_path / "log"))
@@ -69,6 +63,7 @@ def test_stopping_ends_the_whole_group_and_is_no_failure(tmp_path: Path) -> None
     assert not members(group_of(tmp_path / "log"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "status", "ended"),
     [("exit 7", 7, "ended with status 7"), ("kill -9 $$", 137, "was killed by SIGKILL")],
@@ -83,6 +78,7 @@ def test_a_command_that_ends_by_itself_takes_its_group_with_it_and_gives_its_sta
     assert f"/bin/sh {ended}" in server.log_lines()
 
 
+@pytest.mark.slow
 def test_a_process_that_cleans_up_after_the_others_has_time_to(tmp_path: Path) -> None:
     """As Python's resource tracker, which ignores SIGTERM and ends with the last of the others."""
     cleaner = "(trap '' TERM; touch ready; while kill -0 $$; do sleep 0.1; done; sleep 1; echo clean) 2>/dev/null &"
@@ -91,6 +87,7 @@ def test_a_process_that_cleans_up_after_the_others_has_time_to(tmp_path: Path) -
     assert "clean" in server.log_lines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["launcher", "runner"])
 def test_a_server_ends_when_the_processes_that_started_it_are_killed(tmp_path: Path, killed: str) -> None:
     log = tmp_path / "log"
