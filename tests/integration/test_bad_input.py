@@ -49,7 +49,7 @@ def model_without_weights(folder: Path) -> Settings:
 
 def model_with_a_strict_template(folder: Path) -> Settings:
     (demo_in(folder) / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    return {"model__path": folder / "model", "environment__kind": "countdown"}
+    return {"model__path": folder / "model", "environment__kind": "reasoning_gym", "environment__args": "{task: chain_sum}"}
 
 
 def malformed_jsonl(folder: Path) -> Settings:

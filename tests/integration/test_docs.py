@@ -167,8 +167,7 @@ def check_pipelinerl(arguments: list[str]) -> None:
         return
     if arguments == ["--version"]:
         return
-    own, settings = COMMANDS.split(arguments)
-    options = COMMANDS.root.parse_args(own)
+    options, settings = COMMANDS.parse(arguments)
     given = getattr(options, "run_file", None)
     if options.command == "sweep":
         make_grid(None, settings, options.seeds)

@@ -159,7 +159,6 @@ def test_the_arguments_of_a_built_in_environment_are_checked_without_a_process(
     ("settings", "attempts"),
     [
         ({}, None),
-        ({"environment__kind": "countdown", "environment__args": "{highest: 20}"}, None),
         ({"environment__kind": "task.py:Task"}, False),
         ({"environment__kind": "math", "environment__args": "{path: data.jsonl}"}, False),
         ({"environment__kind": "mixture", "environment__args": "{environments: {a: {kind: task.py:Task}}}"}, False),

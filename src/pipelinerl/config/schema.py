@@ -65,7 +65,7 @@ class ModelConfig(Section, frozen=True):
 
 class EnvironmentConfig(Section, frozen=True):
     kind: str = "gcd"
-    """`gcd`, `math`, `countdown`, `reasoning_gym`, `verifiers` (environments of these packages), `function` (your reward
+    """`gcd`, `math`, `reasoning_gym`, `verifiers` (environments of these packages), `function` (your reward
     function), `tools` (a reward function and functions that the model may call), `agent` (your program, a client of OpenAI's
     or Anthropic's API), `mixture` (several environments), or your class: `path/to/file.py:ClassName` or
     `package.module:ClassName`.

@@ -26,7 +26,7 @@ class Weighted(Inner, frozen=True):
 
 class MixtureOptions(Options, frozen=True):
     environments: Annotated[dict[str, Weighted], Field(min_length=1)]
-    """The environments by name: `{words: {kind: math, weight: 3, args: {...}}, numbers: {kind: countdown, weight: 1}}`."""
+    """The environments by name: `{words: {kind: math, weight: 3, args: {...}}, digits: {kind: gcd, weight: 1}}`."""
 
     def model_post_init(self, _: Any) -> None:
         for name in self.environments:

@@ -1,7 +1,7 @@
 """`environment.args`: each environment declares its arguments once, as a pydantic model, like the sections of a run file.
 
 The names, types, ranges and defaults of the model are checked before a run starts. The docstrings of its fields are the
-documentation. A class with an ordinary constructor needs no model. `tasks/countdown.py` is an example.
+documentation. A class with an ordinary constructor needs no model. `examples/countdown.py` is an example.
 """
 
 from __future__ import annotations

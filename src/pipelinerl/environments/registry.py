@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "gcd": "pipelinerl.environments.tasks.gcd:Gcd",
     "math": "pipelinerl.environments.tasks.maths:Maths",
-    "countdown": "pipelinerl.environments.tasks.countdown:Countdown",
     "reasoning_gym": "pipelinerl.environments.tasks.reasoning_gym:ReasoningGym",
     "verifiers": "pipelinerl.environments.tasks.verifiers:Verifiers",
     "mixture": "pipelinerl.environments.mixture:Mixture",
@@ -97,6 +96,7 @@ def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
 RENAMED = {
     "math_words": "It is now called `math` with `judge: numbers` in environment.args.",
     "calculator": "It is now an example, `examples/calculator.py:Calculator`.",
+    "countdown": "It is now an example, `examples/countdown.py:Countdown`; `reasoning_gym` has a task `countdown`, too.",
     "guess_number": "It is now an example, `examples/guess_number.py:GuessNumber`.",
     "difficulty_filter": "Choose the lines of the data file by their pass rates, or set `actor.online_filter`.",
 }

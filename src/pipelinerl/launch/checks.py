@@ -38,13 +38,13 @@ def check_before_the_start(config: RunConfig, forks: ForkServer | None = None) -
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
     User code is tried before any model is loaded: reward functions with answers; a class, files or a callback are only
-    loaded. Any text among the arguments may name a file or a function. An embedded run builds its environment before all
+    loaded. Arguments may name files or functions. An embedded run builds its environment before all
     else.
     """
     memory, environment = check_without_running(config), config.environment
     functions = environment.kind in ("function", "tools")
-    named = ":" in environment.kind or any(isinstance(value, str | list | dict) for value in environment.args.values())
-    named = (named or bool(config.evaluation.sets)) and config.launch.kind != "embedded"
+    named = ":" in environment.kind or bool(environment.args or config.evaluation.sets)
+    named = named and config.launch.kind != "embedded"
     if not (functions or named or config.metrics.callback is not None):
         return memory
     found = try_environment(config, forks, attempts=functions).lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.unit.chat_parts import SamplingClient
 from tests.unit.scripted_engine import STOP, CharTokenizer
 
 TOKENIZER = CharTokenizer()
+COUNTDOWN = f"{Path(__file__).parents[3]}/examples/countdown.py:Countdown"
 
 
 def saying(*texts: str, finish_reason: FinishReason = "stop", tokenizer: CharTokenizer = TOKENIZER) -> SamplingClient:

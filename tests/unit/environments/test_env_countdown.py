@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipelinerl.environments import make_environment
 from pipelinerl.environments.tasks.numbers import read_expression
 from pipelinerl.types import Problem
-from tests.unit.environments.env_client import TOKENIZER, rollout
+from tests.unit.environments.env_client import COUNTDOWN, TOKENIZER, rollout
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_the_value_is_the_one_that_python_finds(text):
 )
 def test_rewards(text, reward):
     problem = Problem(id="", payload={"numbers": (3, 4, 5), "target": 35})
-    assert make_environment("countdown", {}, TOKENIZER, 0).reward(problem, text) == reward
+    assert make_environment(COUNTDOWN, {}, TOKENIZER, 0).reward(problem, text) == reward
 
 
 def test_every_problem_can_be_solved_and_none_is_trivial():
-    environment = make_environment("countdown", {"numbers": 3, "highest": 20, "format_reward": 0.2}, TOKENIZER, 5)
+    environment = make_environment(COUNTDOWN, {"numbers": 3, "highest": 20, "format_reward": 0.2}, TOKENIZER, 5)
     for problem in map(environment.problem, range(60)):
         numbers, target = problem.payload["numbers"], problem.payload["target"]
         assert len(numbers) == 3

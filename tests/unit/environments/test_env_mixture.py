@@ -9,9 +9,9 @@ import pytest
 
 from pipelinerl.environments import make_environment
 from pipelinerl.errors import EnvironmentSetupError
-from tests.unit.environments.env_client import TOKENIZER, one_line, rollout
+from tests.unit.environments.env_client import COUNTDOWN, TOKENIZER, one_line, rollout
 
-TWO = {"gcd": {"kind": "gcd", "weight": 3}, "numbers": {"kind": "countdown", "args": {"numbers": 3}}}
+TWO = {"gcd": {"kind": "gcd", "weight": 3}, "numbers": {"kind": COUNTDOWN, "args": {"numbers": 3}}}
 
 
 def mixture(environments=TWO, seed=0):

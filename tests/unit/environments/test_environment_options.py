@@ -60,7 +60,7 @@ def table(title: str, options: type[Options], note: str = "") -> str:
 def tables() -> str:
     kinds = {kind: getattr(find_class(kind), "Options", None) for kind in BUILT_IN}
     before = {QuestionOptions: "The arguments of a question, and:", FunctionOptions: "The arguments of `function`, and:"}
-    question = "A question: `math`, `countdown`, `reasoning_gym`, `function`"
+    question = "A question: `math`, `reasoning_gym`, `function`"
     parts = [table(question, QuestionOptions, "Each kind has its own default of `system` and `text`.")]
     for kind, options in kinds.items():
         if options is not None:

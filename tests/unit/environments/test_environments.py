@@ -60,8 +60,8 @@ class StrictTokenizer(ChatTokenizer):
 def test_a_chat_template_or_tokenizer_that_does_not_fit_is_one_line_before_the_first_rollout(tmp_path):
     """The demo's model knows digits and a few signs."""
     with one_line(EnvironmentSetupError, "ValueError: System role not supported; if it takes no system message, set envi"):
-        make_environment("countdown", {}, StrictTokenizer(), 0)
-    environment = make_environment("countdown", {"system": ""}, StrictTokenizer(), 0)
+        make_environment(f"{EXAMPLES}/countdown.py:Countdown", {}, StrictTokenizer(), 0)
+    environment = make_environment(f"{EXAMPLES}/countdown.py:Countdown", {"system": ""}, StrictTokenizer(), 0)
     assert encode_prompt(StrictTokenizer(), environment.prompt(environment.problem(0)))
     (tmp_path / "data.jsonl").write_text('\ufeff{"question": "How many?", "answer": "2"}\n', encoding="utf-8")
     (tmp_path / "other.jsonl").write_text('{"question": "Why?", "answer": "2"}\n')
@@ -168,7 +168,7 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(ow
     [
         ("gdc", {}, "'gdc' is unknown. Did you mean 'gcd'"),
         ("math_words", {}, "'math_words' is unknown. It is now called `math` with `judge: numbers` in environment.args"),
-        ("poetry", {}, "It is one of gcd, math, countdown"),
+        ("poetry", {}, "It is one of gcd, math, reasoning_gym"),
         (":Shout", {}, "does not name a class"),
         ("nowhere/own.py:Shout", {}, "there is no file "),
         ("no_such_package.own:Shout", {}, "there is no module no_such_package.own"),
@@ -183,15 +183,15 @@ def test_a_class_may_declare_its_arguments_in_a_model_and_await_its_judgement(ow
         ),
         ("{own}:Shout", {"times": 0}, "can't be built: own.py, line 13: ValueError: times must be positive"),
         ("{own}:Short", {"most": 0}, "environment.args.most: 0 is not allowed here; this takes a whole number >= 1"),
-        ("countdown", {"higest": 20}, "did you mean `highest`?"),
+        ("{examples}/countdown.py:Countdown", {"higest": 20}, "did you mean `highest`?"),
         ("gcd", {"digits": 3}, "it takes nothing"),
         ("{examples}/calculator.py:Calculator", {}, "Calculator needs a chat model"),
         ("math", {"path": "no/such.jsonl", "judge": "numbers"}, "/no/such.jsonl: a path is relative to the working"),
         ("math", {"path": "", "judge": "numbers", "judge_processes": 2}, "judge_processes has no effect: it is for"),
         ("math", {"path": "", "judge": "numbers", "system": "x"}, "system has no effect: there is no chat"),
         ("agent", {"run": "a.py:f", "problems": {"kind": "gcd"}, "held_out": 0.5}, "held_out has no effect"),
-        ("countdown", {"numbers": [4, 3]}, "numbers is [4, 3]: give the minimum first"),
-        ("countdown", {"highest": 90, "numbers": 8, "highest_target": 2}, "leave too few problems"),
+        ("{examples}/countdown.py:Countdown", {"numbers": [4, 3]}, "numbers is [4, 3]: give the minimum first"),
+        ("{examples}/countdown.py:Countdown", {"highest": 90, "numbers": 8, "highest_target": 2}, "leave too few problems"),
     ],
 )
 def test_mistakes_are_one_line_that_names_them(own, kind, args, complaint):

@@ -13,16 +13,17 @@ from pipelinerl.environments.registry import notes_of
 from pipelinerl.interfaces import Environment
 from pipelinerl.types import Problem
 from tests.unit.chat_parts import make_tokenizer
+from tests.unit.environments.env_client import COUNTDOWN
 
 TOKENIZER = make_tokenizer()
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "gcd": ({}, 300),
-    "countdown": ({}, 100),
-    "countdown with few problems": ({"numbers": 2, "highest": 9}, 5),
+    COUNTDOWN: ({}, 100),
+    f"{COUNTDOWN} with few problems": ({"numbers": 2, "highest": 9}, 5),
     "math": ({"path": "rows.jsonl", "judge": "numbers"}, 5),
     "function": ({"data": "rows.jsonl", "reward": "rewards.py:reward", "prompt": "question", "isolate": False}, 20),
     "reasoning_gym": ({"task": "chain_sum", "args": {"max_terms": 2, "max_digits": 2}}, 200),
-    "mixture": ({"environments": {"gcd": {"kind": "gcd", "weight": 3}, "numbers": {"kind": "countdown"}}}, 100),
+    "mixture": ({"environments": {"gcd": {"kind": "gcd", "weight": 3}, "numbers": {"kind": COUNTDOWN}}}, 100),
 }
 """For each kind: arguments, and a number of held-out problems that it has."""
 IDENTIFYING = ("question", "a", "b", "number", "target")

@@ -81,7 +81,7 @@ def test_a_run_file_is_refused_as_on_the_command_line(run: RunDirectory) -> None
         {"model.path": "demo-tools"},
         {"model.dtype": "bfloat16"},
         {"model.lora": {"rank": 4}},
-        {"environment.kind": "countdown"},
+        {"environment.kind": "reasoning_gym"},
         {"stream.kind": "files", "stream.url": None},
     ],
     ids=str,

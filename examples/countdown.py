@@ -1,4 +1,7 @@
-"""Countdown: reach a target from given numbers with `+ - * /`, each number used at most once."""
+"""Countdown as a class with arguments: reach a target from given numbers with `+ - * /`, each number used at most once.
+
+pipelinerl train examples/mixture.yaml        with word problems
+"""
 
 from __future__ import annotations
 
