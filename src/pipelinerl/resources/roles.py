@@ -8,13 +8,15 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelinerl.config.schema import RunConfig
-from pipelinerl.process.forks import ForkServer
 from pipelinerl.schedule import Schedule
 from pipelinerl.status.board import generation_stages
 from pipelinerl.types import PREPROCESSOR, TRAINER
+
+if TYPE_CHECKING:
+    from pipelinerl.process.forks import ForkServer
 
 TRAINING = "training"
 PREPROCESSING = "preprocessing"
@@ -116,4 +118,6 @@ def fork_server(config: RunConfig) -> AbstractContextManager[ForkServer | None]:
     """What starts the processes of a run; None if they are started by commands."""
     if config.launch.kind != "processes" or on_gpus(config) or sys.platform != "linux":
         return nullcontext()
+    from pipelinerl.process.forks import ForkServer  # noqa: PLC0415 - only the launcher forks
+
     return ForkServer(IMPORTED, process_environment(1), config.launch.startup_timeout_s)
