@@ -33,7 +33,7 @@ from pipelinerl.environments.tasks import gcd
 from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import first_names
-from pipelinerl.trainer import Learner
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams, Segment, TrainingSample
 from pipelinerl.weights.delta import apply, encode
 from pipelinerl.weights.layout import layout_of

@@ -37,7 +37,7 @@ from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.models.folder import find_model
 from pipelinerl.models.state import named_weights
 from pipelinerl.models.varlen import attention_of
-from pipelinerl.trainer import Learner
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import GenerationRequest, SamplingParams
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender

@@ -24,7 +24,7 @@ from benchmarks.common import Record
 from benchmarks.trainer import LOSS_TOLERANCE, make_samples
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.models.lora import LoraModel
-from pipelinerl.trainer import Learner
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import TrainingSample
 
 

@@ -25,9 +25,9 @@ from benchmarks.common import Record
 from benchmarks.trainer import LOSS_TOLERANCE, make_samples
 from pipelinerl.config.schema import ModelConfig, TrainerConfig
 from pipelinerl.models.loading import load_model
-from pipelinerl.trainer import Learner
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+from pipelinerl.trainer.step import Learner
 
 KEY = "of the benchmark"
 

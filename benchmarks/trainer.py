@@ -22,10 +22,10 @@ import torch
 from benchmarks import common
 from benchmarks.common import Record
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.trainer import Learner
 from pipelinerl.trainer.logprobs import token_logprobs
 from pipelinerl.trainer.losses import LossInputs, make_loss
 from pipelinerl.trainer.optimizer import Optimizer
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import Segment, TrainingSample
 
 LOSS_TOLERANCE = 1e-5

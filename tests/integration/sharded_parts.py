@@ -32,10 +32,12 @@ from pipelinerl.config.schema import CorrectionConfig, LoraConfig, ModelConfig, 
 from pipelinerl.models.loading import load_model
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum
-from pipelinerl.trainer import FrozenModelScorer, Learner, StepResult, logprobs
+from pipelinerl.trainer import logprobs
+from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.saving import rng_state, write_checkpoint
 from pipelinerl.trainer.sharding import ranks
 from pipelinerl.trainer.sharding.learner import ShardedLearner, ShardedPolicy
+from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.types import Segment, TrainingSample
 
 KEY = "key of a test"

@@ -70,7 +70,7 @@ DROP_OLDEST = {"stream__when_full": "drop_oldest", "stream__capacity": 4, "engin
 @pytest.mark.parametrize("stream", ["memory", "files"])
 def test_a_stream_that_drops_its_oldest_groups(stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer with a turn only now and then falls behind; what the stream replaces is counted."""
-    from pipelinerl.trainer import Trainer
+    from pipelinerl.trainer.trainer import Trainer
 
     turns, pump = [0], Trainer.pump
 

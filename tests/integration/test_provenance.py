@@ -15,7 +15,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import load_model
-from pipelinerl.trainer import Learner
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import GenerationRequest, Rollout, SamplingParams, TrainingSample, UpdateReceipt
 from tests.integration.runs import (
     assert_provenance,

@@ -17,7 +17,7 @@ from pipelinerl.checkpoint import CheckpointState, write_state
 from pipelinerl.cli import main
 from pipelinerl.errors import CheckpointError, EnvironmentSetupError, RunDirectoryError, RunInterruptedError
 from pipelinerl.report.series import read_summary
-from pipelinerl.trainer import Trainer
+from pipelinerl.trainer.trainer import Trainer
 from tests.integration.runs import (
     assert_conserved,
     assert_gone_on,

@@ -26,8 +26,8 @@ from pipelinerl.checkpoint import (
     remove_unfinished,
 )
 from pipelinerl.errors import CheckpointError
-from pipelinerl.trainer import Learner
 from pipelinerl.trainer.saving import restore_rng, rng_state, write_checkpoint
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import GroupLedger
 from tests.limits import small_files
 from tests.parity.models import tiny_llama

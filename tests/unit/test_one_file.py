@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.environments.tasks import gcd
-from pipelinerl.trainer import Learner
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import Segment, TrainingSample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_rl_in_one_file.py"

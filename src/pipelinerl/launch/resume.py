@@ -30,7 +30,7 @@ from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import PublishedRecord, SessionRecord, StepRecord
-from pipelinerl.preprocess import newest_version
+from pipelinerl.preprocess.preprocessor import newest_version
 from pipelinerl.run_directory import RunDirectory, existing_run
 from pipelinerl.types import Group, GroupLedger
 

@@ -38,7 +38,7 @@ from pipelinerl.models.loading import (
     stop_token_ids,
 )
 from pipelinerl.models.state import checksum
-from pipelinerl.trainer import Learner
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import Segment
 from tests.parity.models import make_family, tiny_llama
 from tests.unit.engine.engine_parts import request

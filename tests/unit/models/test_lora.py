@@ -17,7 +17,8 @@ from pipelinerl.models.loading import ADAPTER_FOLDER, refuse_adapter
 from pipelinerl.models.lora import LoraLinear, LoraModel
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, load_weights, named_weights
-from pipelinerl.trainer import FrozenModelScorer, Learner
+from pipelinerl.trainer.logprobs import FrozenModelScorer
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import Segment
 from tests.parity.models import CONFIGS, QUICK, THROUGH_CACHE, make_model
 from tests.unit.trainer.test_trainer_step import TEMPERATURE, make_samples

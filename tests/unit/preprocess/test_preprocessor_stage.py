@@ -26,7 +26,7 @@ from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.session import KeptGroup
-from pipelinerl.preprocess import PreprocessorStage, newest_version, prepare
+from pipelinerl.preprocess.preprocessor import PreprocessorStage, newest_version, prepare
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer.queue import SampleQueue

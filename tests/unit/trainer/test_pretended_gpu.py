@@ -21,8 +21,8 @@ from pipelinerl.models import packed
 from pipelinerl.models.loading import use_float32_head
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.state import checksum, named_weights
-from pipelinerl.trainer import Learner
 from pipelinerl.trainer.saving import write_checkpoint
+from pipelinerl.trainer.step import Learner
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender
 from tests.parity.models import make_model

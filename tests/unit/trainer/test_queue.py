@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipelinerl.checkpoint import QueueCounts, QueuePosition
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import StreamError
-from pipelinerl.preprocess import prepare
+from pipelinerl.preprocess.preprocessor import prepare
 from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.types import DroppedRollout, Group, GroupLedger, Rollout
 from tests.unit.group_parts import GroupStream, group, turn

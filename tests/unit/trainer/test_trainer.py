@@ -24,10 +24,14 @@ from pipelinerl.files import JsonLines
 from pipelinerl.hub.hub import DirectMessages
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import StepRecord, TrainedRecord
-from pipelinerl.preprocess import prepare
+from pipelinerl.preprocess.preprocessor import prepare
 from pipelinerl.schedule import ConventionalSchedule, PipelineSchedule, Schedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.trainer import Learner, SampleQueue, Trainer, TrainerOutput, saving
+from pipelinerl.trainer import saving
+from pipelinerl.trainer.queue import SampleQueue
+from pipelinerl.trainer.status import TrainerOutput
+from pipelinerl.trainer.step import Learner
+from pipelinerl.trainer.trainer import Trainer
 from pipelinerl.types import Group, Rollout, StageStatus, TrainerProgress, Turn
 from pipelinerl.weights.receiving import Receiver
 from pipelinerl.weights.sending import MemoryWeightSender

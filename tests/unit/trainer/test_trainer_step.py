@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import CheckpointError, TrainingDivergedError
-from pipelinerl.trainer import FrozenModelScorer, Learner
-from pipelinerl.trainer.logprobs import token_logprobs
+from pipelinerl.trainer.logprobs import FrozenModelScorer, token_logprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION
+from pipelinerl.trainer.step import Learner
 from pipelinerl.types import Segment, TrainingSample
 from tests.parity.models import tiny_llama
 

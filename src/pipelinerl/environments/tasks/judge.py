@@ -11,8 +11,9 @@ import importlib
 import importlib.util
 import logging
 import re
+from contextlib import suppress
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelinerl.environments.tasks.numbers import NUMBER, PLAIN_MARKS, exact
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
@@ -44,13 +45,6 @@ _UNITS = (
 _SPACING = re.compile(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])")
 
 
-class JudgeVerdict(NamedTuple):
-    """`failed`: the judge exceeded its time or memory, or crashed; the answer counts as wrong."""
-
-    right: bool
-    failed: bool = False
-
-
 class Judge:
     """Compares final answers. Verdicts are cached: the attempts of a group often give the same answer."""
 
@@ -61,24 +55,25 @@ class Judge:
         # `verify` is registered so that a process imports math-verify when it starts: a call has no time for it.
         functions = {"judge": f"{__name__}:same_value", "verify": "math_verify:verify"}
         self._pool = FunctionPool(functions, Limits(timeout_s=timeout_s, workers=processes))
-        self._cache: dict[tuple[str, str], JudgeVerdict] = {}
+        self._cache: dict[tuple[str, str], bool | None] = {}
 
-    async def verdict(self, expected: str, answer: str) -> JudgeVerdict:
-        """Whether `answer` has the value of `expected`. Errors of the judge itself propagate: they fail the rollout."""
+    async def verdict(self, expected: str, answer: str) -> bool | None:
+        """Whether `answer` has the value of `expected`; None if the judge exceeded its time or memory, or crashed.
+
+        Errors of the judge itself propagate: they fail the rollout.
+        """
         expected, answer = _read(expected), _read(answer)
         if (quick := quick_verdict(expected, answer)) is not None:
-            return JudgeVerdict(quick)
+            return quick
         key = (expected, answer)
-        known = self._cache.get(key)
-        if known is None:
-            try:
-                known = JudgeVerdict(await self._pool.call("judge", expected, answer) is True)
-            except CALL_ENDED:
-                known = JudgeVerdict(right=False, failed=True)
+        if key not in self._cache:
+            found = None
+            with suppress(*CALL_ENDED):
+                found = await self._pool.call("judge", expected, answer) is True
             if len(self._cache) >= CACHED_VERDICTS:
                 del self._cache[next(iter(self._cache))]
-            self._cache[key] = known
-        return known
+            self._cache[key] = found
+        return self._cache[key]
 
 
 def same_value(expected: str, answer: str) -> bool:

@@ -16,7 +16,7 @@ from pipelinerl.environments.data import ProblemSet, Split, field_of, read_probl
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import Score, is_held_out
-from pipelinerl.environments.tasks.judge import MAX_ANSWER, Judge, JudgeVerdict
+from pipelinerl.environments.tasks.judge import MAX_ANSWER, Judge
 from pipelinerl.environments.tasks.numbers import answer_in, last_boxed, number_of
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
@@ -93,12 +93,12 @@ class Maths(ProblemSet, QuestionTask):
         number, is_marked = answer_in(text) if self._judge is None or boxed is None else (None, True)
         marked = boxed is not None
         if self._judge is None:
-            verdict = JudgeVerdict(number is not None and number == number_of(expected))
+            verdict: bool | None = number is not None and number == number_of(expected)
             marked = marked or (is_marked and number is not None)
         else:
             final = boxed.strip() if boxed is not None else "" if number is None else str(number)
             verdict = await self._judge.verdict(expected, final)
-        score = 1.0 if verdict.right else options.format_reward if marked else 0.0
+        score = 1.0 if verdict else options.format_reward if marked else 0.0
         penalty = 0.0
         if options.length_penalty_tokens:
             # It warns a policy before its completions reach the limit, where the first signal would be the lost reward. The
@@ -108,9 +108,9 @@ class Maths(ProblemSet, QuestionTask):
             over = length - (limit - options.length_penalty_tokens)
             penalty = -options.length_penalty * min(1.0, max(0.0, over / options.length_penalty_tokens))
         metrics = {
-            "right": float(verdict.right),
+            "right": float(verdict or False),
             "boxed": float(boxed is not None),
-            "judge_failed": float(verdict.failed),
+            "judge_failed": float(verdict is None),
             "length_penalty": penalty,
         }
         return score + penalty, metrics

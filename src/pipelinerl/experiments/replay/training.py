@@ -55,9 +55,9 @@ from pipelinerl.resources.roles import PREPROCESSING_THREADS, TRAINING, rank_rol
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.schedule import Schedule, make_schedule
 from pipelinerl.status.board import MemoryBoard
-from pipelinerl.trainer import Trainer
 from pipelinerl.trainer.saving import restore_rng
 from pipelinerl.trainer.status import trained_sample
+from pipelinerl.trainer.trainer import Trainer
 from pipelinerl.types import Group, Prepared, TrainingSample, UpdateReceipt, WeightTransfer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.launch.session import Session
-from pipelinerl.preprocess import PreprocessorStage, prepare
+from pipelinerl.preprocess.preprocessor import PreprocessorStage, prepare
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.status.board import starting
 from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
@@ -43,7 +43,7 @@ def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Calla
     if config.trainer.kl_coefficient == 0 or scores_in_the_step(config):
         return partial(prepare, config=config.preprocess)
     from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs
-    from pipelinerl.trainer import FrozenModelScorer  # noqa: PLC0415 - as above
+    from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415 - as above
 
     reference = FrozenModelScorer(
         lora.model if lora else load_model(config.model, config.trainer.device),

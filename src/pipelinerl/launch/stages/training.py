@@ -34,8 +34,11 @@ from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import processor
 from pipelinerl.resources.roles import TRAINING, rank_roles
 from pipelinerl.status.board import starting
-from pipelinerl.trainer import Learner, SampleQueue, Trainer, TrainerOutput
+from pipelinerl.trainer.queue import SampleQueue
 from pipelinerl.trainer.saving import restore_rng, rng_state
+from pipelinerl.trainer.status import TrainerOutput
+from pipelinerl.trainer.step import Learner
+from pipelinerl.trainer.trainer import Trainer
 from pipelinerl.types import TRAINER, Group, Prepared
 
 if TYPE_CHECKING:
