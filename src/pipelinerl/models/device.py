@@ -9,13 +9,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipelinerl.errors import UserError
@@ -95,29 +93,6 @@ def to_device(array: npt.ArrayLike | Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def uploaded(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`: by one transfer, which the host does not wait for.
-
-    `batch`: a dataclass of tensors on the CPU, of such dataclasses, and of tuples of them.
-    """
-    found: list[Tensor] = []
-    _with_tensors(batch, found.append)
-    padded = [F.pad(tensor.reshape(-1).view(torch.uint8), (0, -tensor.nbytes % 16)) for tensor in found]  # for any type
-    parts = iter(torch.split(to_device(torch.cat(padded), device), [part.nbytes for part in padded]))
-    return _with_tensors(batch, lambda tensor: next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-
-
-def _with_tensors(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """A copy of `value` with `change` of each of its tensors, called in the order of the fields."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(_with_tensors(part, change) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: _with_tensors(getattr(value, one.name), change) for one in fields(value)})
-    return value
 
 
 def to_host(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:

@@ -126,7 +126,14 @@ class BroadcastGroup:
             buckets = torch.split(flat_U8, self._form.bucket_bytes) if flat_U8.numel() else ()
             self._works = [self._group.broadcast([bucket_U8], options) for bucket_U8 in buckets]
             for work in self._works:
-                self._wait_for(work, check)
+                deadline_s, poll_s = time.monotonic() + self._form.bound_s, _FIRST_POLL_S
+                while not work.is_completed():
+                    check()
+                    if time.monotonic() > deadline_s:
+                        raise BroadcastEndedError(f"the broadcast of weights made no progress for {self._form.bound_s:g} s")
+                    time.sleep(poll_s)
+                    poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+                work.wait()  # Completed; this raises its error, if any.
         except RuntimeError as error:  # PyTorch's, of either backend
             raise BroadcastEndedError(f"the broadcast of weights failed: {first_line(error)}") from error
         self._works = []
@@ -139,17 +146,6 @@ class BroadcastGroup:
         elif not all(work.is_completed() for work in self._works):
             held = (self._group, self._works)
             threading.Thread(target=lambda _: threading.Event().wait(), args=(held,), daemon=True).start()
-
-    def _wait_for(self, work: Any, check: Callable[[], None]) -> None:
-        deadline_s = time.monotonic() + self._form.bound_s
-        poll_s = _FIRST_POLL_S
-        while not work.is_completed():
-            check()
-            if time.monotonic() > deadline_s:
-                raise BroadcastEndedError(f"the broadcast of weights made no progress for {self._form.bound_s:g} s")
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-        work.wait()  # Completed; this raises its error, if any.
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
