@@ -1,7 +1,7 @@
 """Turns a finished group into training samples, and counts dropped rollouts by reason and length.
 
 rollout stream ──▶ reader of the trainer                                                     (one process)
-rollout stream ──▶ reader ──▶ PreprocessorStage ──▶ hub ──▶ trainer                          (two)
+rollout stream ──▶ reader ──▶ `run_stage` ──▶ hub ──▶ trainer                                (two)
 """
 
 from __future__ import annotations
@@ -228,38 +228,27 @@ def _check(turn: Turn, number: int) -> list[int]:
     return versions
 
 
-class PreprocessorStage:
-    """The preprocessor as a stage in a process of its own. Otherwise the trainer's reader prepares each group.
+def run_stage(reader: HubReader[Prepared], board: Board, stop: Callable[[], bool]) -> None:
+    """The preprocessor as a process of its own, until `stop()` is true. Otherwise the trainer's reader prepares each group.
 
     consumes      groups from the rollout stream, a few more than the trainer has taken
     produces      prepared groups, in the same order
     waits for     the actor, when there is no group, or the trainer, when enough groups are prepared
 
-    If the stage is killed, the group that it had is prepared again.
+    If the stage is killed, the group that it had is prepared again. The last status tells how it ended.
     """
-
-    def __init__(self, reader: HubReader[Prepared], *, board: Board) -> None:
-        self._reader = reader
-        self._status = StatusReporter(board, PREPROCESSOR, time.monotonic)
-
-    def run(self, stop: Callable[[], bool]) -> None:
-        """Call `pump` until `stop()` is true. The last status on the status board tells how the stage ended."""
-        try:
-            while not stop():
-                if not self.pump():
-                    time.sleep(POLL_S)
-        except BaseException as error:
-            self._status.report("failed", type(error).__name__, now=True)
-            raise
-        self._status.report("done", "", now=True)
-
-    def pump(self) -> bool:
-        """Prepare the next group, and pass it on. False if there is none, or no room."""
-        read = self._reader.read(1)
-        for offset, prepared in read:
-            self._reader.pass_on(offset, prepared)
-            self._status.report("working", f"group {prepared.index} is prepared")
-        if not read:
-            wait = "groups from the actor, or the trainer to read prepared groups"
-            self._status.report("waiting", wait, waits_for=(ACTOR, TRAINER))
-        return bool(read)
+    status = StatusReporter(board, PREPROCESSOR, time.monotonic)
+    try:
+        while not stop():
+            read = reader.read(1)
+            for offset, prepared in read:
+                reader.pass_on(offset, prepared)
+                status.report("working", f"group {prepared.index} is prepared")
+            if not read:
+                wait = "groups from the actor, or the trainer to read prepared groups"
+                status.report("waiting", wait, waits_for=(ACTOR, TRAINER))
+                time.sleep(POLL_S)
+    except BaseException as error:
+        status.report("failed", type(error).__name__, now=True)
+        raise
+    status.report("done", "", now=True)

@@ -26,7 +26,7 @@ from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream
 from pipelinerl.launch.resume import take_back
 from pipelinerl.launch.session import KeptGroup
-from pipelinerl.preprocess.preprocessor import PreprocessorStage, newest_version, prepare
+from pipelinerl.preprocess.preprocessor import newest_version, prepare, run_stage
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer.queue import SampleQueue
@@ -43,9 +43,8 @@ PREPROCESSING, TRAINING = WorkerKind(reads="unprepared"), WorkerKind(reads="prep
 def test_how_it_ended_is_on_the_board(reward: float, state: str, detail: str) -> None:
     board, turns = MemoryBoard(), iter([False, False, True])
     groups = mock.Mock(read=lambda _: [(0, PREPARE(make_group(0, rewards=[reward] * 3)))])
-    stage = PreprocessorStage(groups, board=board)
     with pytest.raises(RolloutError, match="group 0: reward nan") if detail else nullcontext():
-        stage.run(lambda: next(turns))
+        run_stage(groups, board, lambda: next(turns))
     status = cast(Any, board.read("preprocessor"))
     assert (status.state, status.detail) == (state, detail)
 
@@ -84,8 +83,7 @@ class Run:
 
     def begin_preprocessor(self) -> None:
         self.preprocessor = Worker(self.server.connect(PREPROCESSING))
-        reader = HubReader(self.preprocessor, Group, ahead=1, prepare=PREPARE)
-        self.stage = PreprocessorStage(reader, board=MemoryBoard())
+        self.unprepared = HubReader(self.preprocessor, Group, ahead=1, prepare=PREPARE)
 
     def act(self, action: str, count: int) -> None:
         match action:
@@ -95,7 +93,7 @@ class Run:
             case "prepare":
                 for _ in range(count):
                     self.preprocessor.settled()
-                    self.stage.pump()
+                    run_stage(self.unprepared, MemoryBoard(), iter([False, True]).__next__)
                 assert len(self.hub.prepared) <= AHEAD
             case "train":
                 self.train(count)

@@ -72,11 +72,6 @@ class FunctionPool:
         self._slots = asyncio.Semaphore(self._limits.workers)
         self._close = weakref.finalize(self, _kill_all, self._all)
 
-    @property
-    def pids(self) -> list[int]:
-        """The ids of the processes that are running now."""
-        return sorted(worker.pid for worker in self._all if worker.running)
-
     async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """What the function returns for these arguments. The wait for a free process has no time limit.
 

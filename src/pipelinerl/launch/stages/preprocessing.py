@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.launch.session import Session
-from pipelinerl.preprocess.preprocessor import PreprocessorStage, prepare
+from pipelinerl.preprocess.preprocessor import prepare, run_stage
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.status.board import starting
 from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reached
@@ -23,9 +23,8 @@ def run_preprocessing(session: Session, hub: HubClient) -> None:
     """The preprocessing process, until the trainer has reached its goal or SIGTERM asks it to stop."""
     starting(hub, [PREPROCESSOR], "loads the reference model, if there is one")
     reader = HubReader(hub, Group, ahead=1, prepare=make_preprocessor(session.config))
-    stage = PreprocessorStage(reader, board=hub)
     stop = stop_on_sigterm(threading.Event())
-    stage.run(lambda: stop() or goal_reached(hub.read(TRAINER)))
+    run_stage(reader, hub, lambda: stop() or goal_reached(hub.read(TRAINER)))
 
 
 def scores_in_the_step(config: RunConfig) -> bool:
