@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from expressions import read_expression
 from pydantic import Field, Strict
 
 from pipelinerl.environments import ToolTask
@@ -17,7 +18,7 @@ from pipelinerl.environments.chat.tool_use import Tool, ToolError, tool_of
 from pipelinerl.environments.options import Arguments, Options, bounds_of
 from pipelinerl.environments.prompts import check_template_options, with_system
 from pipelinerl.environments.single_turn import is_held_out
-from pipelinerl.environments.tasks.numbers import answer_in, read_expression
+from pipelinerl.environments.tasks.numbers import answer_in
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem
 

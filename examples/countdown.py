@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
+from expressions import read_expression
 from pydantic import Field, Strict
 
 from pipelinerl.config.schema import ShareBelowOne
 from pipelinerl.environments.options import QuestionOptions, QuestionTask, bounds_of
 from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import is_held_out
-from pipelinerl.environments.tasks.numbers import last_boxed, read_expression
+from pipelinerl.environments.tasks.numbers import last_boxed
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.types import Problem

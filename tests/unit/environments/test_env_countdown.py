@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.tasks.numbers import read_expression
+from pipelinerl.environments.user.code import import_code
 from pipelinerl.types import Problem
 from tests.unit.environments.env_client import COUNTDOWN, TOKENIZER, rollout
+
+read_expression = import_code(f"{Path(__file__).parents[3]}/examples/expressions.py").read_expression
 
 
 @pytest.mark.parametrize(
