@@ -172,6 +172,7 @@ def test_an_environment_that_always_fails(tmp_path: Path, capsys: pytest.Capture
     assert "task.py" in error
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_full_for_a_checkpoint(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run_dir = tmp_path / "r"
     run(run_dir, trainer__steps=1)

@@ -187,6 +187,7 @@ def test_a_class_is_built_before_a_run_without_an_attempt(folder: Path) -> None:
     assert len(check_before_the_start(config).lines) == 1
 
 
+@pytest.mark.slow
 def test_what_the_environment_does_is_shown_without_the_models_weights(folder: Path, capsys: Capture) -> None:
     demo = Path(pipelinerl.__file__).parent / "assets" / "demo_base"
     shutil.copytree(demo, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))

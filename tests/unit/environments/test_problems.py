@@ -29,7 +29,9 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
 IDENTIFYING = ("question", "a", "b", "number", "target")
 
 
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture(
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind == "reasoning_gym" else ()) for kind in KINDS], scope="module"
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Environment], int]:
     """The same environment twice, and once with another seed; and how many held-out problems there are at least."""
     folder = tmp_path_factory.mktemp("problems")
