@@ -6,7 +6,6 @@ The world is a folder with `examples/`, a model of random weights in the place o
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -38,15 +37,6 @@ OWN = {
     "tools_agent.yaml": {},
     **{name: OF_RANDOM_WEIGHTS for name in RUN_FILES if "smollm2" in (ROOT / "examples" / name).read_text()},
 }
-NEEDS = {
-    "agent.yaml": ["openai", "starlette"],
-    "mixture.yaml": ["datasets", "math_verify"],
-    "smollm2_gsm8k.yaml": ["datasets"],
-    "smollm2_long_tail.yaml": ["peft"],
-    "smollm2_sums.yaml": ["reasoning_gym"],
-    "tools_agent.yaml": ["anthropic", "starlette"],
-    "verifiers_env.yaml": ["verifiers"],
-}
 EXHAUSTIVE = {
     "apart.yaml": "five processes, and tests/integration/test_apart.py runs the same parts",
     "smollm2_sums.yaml": "importing reasoning-gym takes seconds",
@@ -76,20 +66,13 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in world.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    if importlib.util.find_spec("datasets") is not None:
-        monkeypatch.setattr("datasets.load_dataset", few_problems)
+    monkeypatch.setattr("datasets.load_dataset", few_problems)
     return tmp_path
-
-
-def require(name: str) -> None:
-    for package in NEEDS.get(name, []):
-        pytest.importorskip(package)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUN_FILES if name not in CLUSTERS])
 def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> None:
-    require(name)
     check_without_running(load_config(f"examples/{name}", ["--run_dir", str(here / "run")]))
 
 
@@ -103,7 +86,6 @@ def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> Non
     ],
 )
 def test_a_run_file_trains(name: str, here: Path) -> None:
-    require(name)
     summary = train(load_config(f"examples/{name}", flags(Path("run"), **SHORT, **OWN.get(name, SHORT_ANSWERS))))
     assert (summary["status"], summary["optimizer_steps"]) == ("finished", 1)
     assert summary["rollouts_trained"] == 8

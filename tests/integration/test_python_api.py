@@ -48,7 +48,6 @@ def test_a_run_is_there_as_settings_data_frames_and_a_model(trained: pipelinerl.
     model, tokenizer = trained.load_model()
     assert tokenizer.decode(tokenizer("12,30:")["input_ids"]).startswith("12")
     assert sum(weight.numel() for weight in model.parameters()) > 1e5
-    pytest.importorskip("pandas")
     assert list(trained.metrics["version"]) == [1, 2, 3]
     assert list(trained.evaluations["when"]) == ["before", "after"]
     assert len(trained.rollouts) >= 48
@@ -123,8 +122,9 @@ def test_a_callback_ends_the_run_after_the_current_step_and_a_resume_goes_on(tmp
 
 
 def test_a_notebook_draws_a_run_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    import nbclient
+    import nbformat
+
     path = Path(__file__).parents[2] / "examples" / "live_plot.ipynb"
     monkeypatch.chdir(tmp_path)
     notebook = nbformat.read(path, as_version=4)

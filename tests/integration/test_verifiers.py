@@ -10,8 +10,6 @@ from pipelinerl.types import Rollout
 from tests.integration.runs import assert_whole, rollouts_by_id, run, steps
 from tests.unit.chat_parts import write_model
 
-pytest.importorskip("verifiers")
-
 ENVIRONMENT = """
 import verifiers as vf
 from datasets import Dataset

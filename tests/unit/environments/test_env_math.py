@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 
 import pytest
@@ -14,10 +13,6 @@ from pipelinerl.environments.tasks.maths import Maths, final_answer
 from pipelinerl.environments.user.pool import FunctionPool
 from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError
 from tests.unit.environments.env_client import TOKENIZER, one_line, rollout, saying
-
-needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="needs math-verify: pip install 'pipelinerl[math]'"
-)
 
 
 def write(path, rows):
@@ -172,7 +167,6 @@ def test_notations_have_the_values_that_a_reader_gives_them():
 
 
 @pytest.mark.slow
-@needs_math_verify
 def test_math_verify_judges_the_rest():
     pairs = {
         (r"\frac{1}{2}", "50\\%"): True,
@@ -198,7 +192,6 @@ def test_math_verify_judges_the_rest():
 
 
 @pytest.mark.slow
-@needs_math_verify
 def test_an_answer_that_would_never_end_is_wrong_and_generation_goes_on(tmp_path):
     environment, problem = one_problem(tmp_path, judge="math-verify", judge_timeout_s=1.5)
     turns = 0
@@ -216,7 +209,6 @@ def test_an_answer_that_would_never_end_is_wrong_and_generation_goes_on(tmp_path
     assert turns > 50
 
 
-@needs_math_verify
 @pytest.mark.parametrize("error", [TimeoutError, MemoryError, ChildProcessError, RuntimeError, EnvironmentSetupError])
 def test_a_judge_that_fails_costs_one_answer_and_is_not_asked_again_and_one_that_is_broken_says_so(error, monkeypatch):
     calls = []

@@ -17,8 +17,6 @@ from tests.unit.chat_parts import SamplingClient, calling, make_tokenizer
 from tests.unit.environments.env_client import one_line
 
 pytestmark = pytest.mark.slow  # for what verifiers imports
-pytest.importorskip("verifiers")
-
 TOKENIZER = make_tokenizer()
 HEAD = """
 import threading

@@ -116,7 +116,6 @@ def test_a_run_that_ends_while_the_process_starts_is_followed_to_its_end(tmp_pat
 
 
 def test_tensorboard_gets_curves_texts_and_answers(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run, messages = a_run(tmp_path, trackers=["tensorboard"])
