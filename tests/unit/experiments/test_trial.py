@@ -65,6 +65,7 @@ def test_attempts_are_returned_with_their_rewards(rewards: Path) -> None:
     assert [one.reward for one in trial.attempts] == [0.5, 1.5, 2.5, 3.5]
 
 
+@pytest.mark.slow
 def test_an_error_of_an_attempt_is_its_line_with_the_answer(rewards: Path, caplog: pytest.LogCaptureFixture) -> None:
     trial = tried(f"{rewards}:fussy")
     failed = [one for one in trial.attempts if one.failure]

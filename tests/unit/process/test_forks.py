@@ -21,6 +21,7 @@ from pipelinerl.process.child import UNKNOWN_STATUS, ChildProcess
 from pipelinerl.process.forks import ForkServer
 from pipelinerl.resources.roles import IMPORTED, process_environment
 
+pytestmark = pytest.mark.slow
 SHOW = """
 import json, os, random, sys
 print(json.dumps({"argv": sys.argv[1:], "name": __name__, "folder": os.getcwd(), "variable": os.environ["VARIABLE"],
@@ -136,7 +137,6 @@ def test_a_server_and_its_forks_end_with_their_parent(tmp_path: Path) -> None:
     assert until(lambda: not any(Path(f"/proc/{int(pid)}").exists() for pid in pids))
 
 
-@pytest.mark.slow
 def test_what_a_run_imports_ahead_exists_and_starts_no_thread() -> None:
     code = f"import {', '.join(IMPORTED)}\nimport os\nprint(os.listdir('/proc/self/task'))"
     environment = {**os.environ, **process_environment(1)}
