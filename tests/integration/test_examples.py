@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted(path.name for path in ROOT.glob("examples/*.yaml"))
 ELSEWHERE = {
     "pipeline_rl_in_one_file.py": "tests/unit/test_one_file.py",
+    "expressions.py": "tests/unit/environments/test_env_countdown.py",
     "live_plot.ipynb": "tests/integration/test_python_api.py",
 }
 """Examples without a run file, and the tests that run them."""
