@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -97,7 +96,7 @@ class Run:
         return target.load(), load_tokenizer(target.model)
 
 
-class StartedRun:
+class StartedRun(AbstractContextManager["StartedRun"]):
     """A run in a process of its own. Iterating over it yields the records of steps and evaluations, as they come.
 
     As a context manager it is stopped at the end. It ends with this process.
@@ -151,10 +150,7 @@ class StartedRun:
             pass
         return Run(self.path)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.running:
             self.stop()
 
