@@ -86,6 +86,7 @@ def test_log_probabilities_are_those_of_the_recorded_versions(kv: str, check: An
     check(tmp_path / "r")
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_agree_on_tokens_of_the_current_version(tmp_path: Path) -> None:
     """With recomputed entries: kept ones make the last tokens of a sequence a little off policy, by design."""
     run(tmp_path / "r", trainer__steps=4, engine__kv_on_update="recompute")

@@ -87,7 +87,7 @@ def test_an_update_is_verified_by_the_device_and_waits_for_it_once() -> None:
     assert torch.equal(served.model.norm.weight, trained.model.norm.weight)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint_is_written_in_parts_of_which_the_host_has_three(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: bool
 ) -> None:

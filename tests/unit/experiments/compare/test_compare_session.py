@@ -168,6 +168,7 @@ def test_settings_are_tried_and_the_fastest_is_used(tmp_path: Path) -> None:
     assert "processes: 2" in (tmp_path / "out" / "pipeline" / "seed-1" / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "error", "message", "made"),
     [

@@ -65,6 +65,7 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple((7 * i + length) % VOCABULARY for i in range(length))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_sequences_that_began_at_different_steps_see_each_update_at_their_own_token(kv: str) -> None:
     """The second one waits for a row of the engine; the last one's prompt is read by three versions."""
