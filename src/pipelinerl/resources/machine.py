@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipelinerl.metrics.records import Computer
+
+PACKAGES = ("pipelinerl", "torch", "transformers", "numpy", "safetensors", "peft")
+
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The machine that an experiment runs on, and its software. `cores`: how many this process may use."""
@@ -62,6 +66,16 @@ def processor() -> str:
     lines = _lines(Path("/proc/cpuinfo"))
     found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(found, platform.processor() or "unknown")
+
+
+def this_computer() -> Computer:
+    """What the bits that this process computes depend on."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    from pipelinerl.extras import version  # noqa: PLC0415 - few runs need it
+
+    versions = {name: found for name in PACKAGES if (found := version(name))} | {"python": platform.python_version()}
+    return Computer(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), packages=versions)
 
 
 # ---- memory and GPUs

@@ -26,12 +26,12 @@ from pipelinerl.errors import CheckpointError, ModelLoadError, ReplayDifferenceE
 from pipelinerl.experiments.recompute import SavedWeights
 from pipelinerl.experiments.replay.generation import TOLERANCE, repeat_groups, versions_of
 from pipelinerl.experiments.replay.training import COLUMNS, NAMED, RecordedRun, ReplayResult, TrainingReplay
-from pipelinerl.launch.stages.training import this_computer
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.summary import summarize
 from pipelinerl.report import count, in_terminal, number, table, write_file, write_json, writing_to
 from pipelinerl.report.series import read_summary
+from pipelinerl.resources.machine import this_computer
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import signal
 import socket
 import threading
@@ -22,16 +21,15 @@ from pipelinerl.checkpoint import Checkpoint, CheckpointState, load_checkpoint
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.config.secrets import without_secrets
 from pipelinerl.errors import UserError
-from pipelinerl.extras import version
 from pipelinerl.files import SHARED_MEMORY, JsonLines, OpenLines, write_atomically
 from pipelinerl.hub.client import HubClient, HubReader, RecordLines
 from pipelinerl.interfaces import Board, StreamReader, WeightSender
 from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
-from pipelinerl.metrics.records import Computer, SessionRecord, StepRecord
+from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
 from pipelinerl.process import stop_on_sigterm
-from pipelinerl.resources.machine import processor
+from pipelinerl.resources.machine import this_computer
 from pipelinerl.resources.roles import TRAINING, rank_roles
 from pipelinerl.status.board import starting
 from pipelinerl.trainer.queue import SampleQueue
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
 POLL_S = 0.02
 ANSWER_S, NOTICED_S = 120.0, 30.0
 """How long engines may take to acknowledge weights; and how much longer than the watchdog, which notices a hung engine."""
-PACKAGES = ("pipelinerl", "torch", "transformers", "numpy", "safetensors", "peft")
-"""What bits may depend on."""
 
 
 def run_training(session: Session, hub: HubClient) -> None:
@@ -291,8 +287,3 @@ def session_record(session: Session) -> SessionRecord:
         rollouts_bytes=plan.rollouts_bytes,
         trained_bytes=plan.trained_bytes,
     )
-
-
-def this_computer() -> Computer:
-    packages = {"python": platform.python_version()} | {name: found for name in PACKAGES if (found := version(name))}
-    return Computer(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), packages=packages)
