@@ -14,6 +14,7 @@ import gc
 import importlib
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -78,7 +79,8 @@ class Forked(subprocess.Popen[Any]):
         unlike = {*environment.items()} ^ {*self.environment.items()}
         plain = not names["shell"] and names["close_fds"] and names["preexec_fn"] is None and names["executable"] is None
         alike = all(name in FREE or not name.startswith(READ_AT_IMPORT) for name, _ in unlike)
-        if words[0] != sys.executable or not plain or not alike:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])  # a process that is started inherits this
+        if words[0] != sys.executable or not plain or not alike or blocked:
             return None
         if words[1:2] == ["-m"] and words[2].startswith(("pipelinerl", "tests.integration.")):
             return words[2:]
