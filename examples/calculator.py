@@ -1,6 +1,6 @@
 """A task with a tool, as a class: sums, differences and products, with a calculator that the model may call.
 
-pipelinerl train examples/tools.yaml
+pipelinerl train examples/tools.yaml        (it needs expressions.py beside it)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Countdown as a class with arguments: reach a target from given numbers with `+ - * /`, each number used at most once.
 
-pipelinerl train examples/mixture.yaml        with word problems
+pipelinerl train examples/mixture.yaml        with word problems (it needs expressions.py beside it)
 """
 
 from __future__ import annotations

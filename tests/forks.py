@@ -14,6 +14,7 @@ import gc
 import importlib
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -65,7 +66,7 @@ class Forked(subprocess.Popen[Any]):
         files = {number: file if file != -1 else number for number, file in given.items()}
         files |= {fd: fd for fd in names["pass_fds"]}
         environment = dict(os.environ if names["env"] is None else names["env"])
-        request = Request(words, environment, os.fspath(names["cwd"] or os.getcwd()), [*files])
+        request = Request.of(words, environment, os.fspath(names["cwd"] or os.getcwd()), [*files])
         with _connection() as connection:
             self._fork = Fork(connection, request, [*files.values()], timeout_s=600)
         self.pid = self._fork.pid
@@ -115,9 +116,10 @@ def _connection() -> socket.socket:
     with open(f"{Forked.place}/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(address := f"{Forked.place}/server"):
+            variables = {**Forked.environment, "PYTHONUNBUFFERED": "1"}
             command = [sys.executable, "-m", "tests.forks", Forked.place, str(Forked.owner)]
             with open(f"{Forked.place}/log", "ab") as log:
-                subprocess.run(command, check=True, cwd=ROOT, env=Forked.environment, stdin=-3, stdout=log, stderr=log)
+                subprocess.run(command, check=True, cwd=ROOT, env=variables, stdin=-3, stdout=log, stderr=log)
     connection.connect(address)
     return connection
 
@@ -126,13 +128,17 @@ def _connection() -> socket.socket:
 
 
 def main() -> None:
-    folder, owner = sys.argv[1], os.pidfd_open(int(sys.argv[2]))
+    folder, owner = sys.argv[1:]
     requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     requests.bind(f"{folder}/server")
     if os.fork():
         os._exit(0)  # whoever started it need not wait for the imports
     os.setsid()
-    install(folder, int(sys.argv[2]))
+    if os.fork() == 0:
+        select.select([os.pidfd_open(int(owner))], [], [])
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    install(folder, int(owner))
     for name in IMPORTED:
         importlib.import_module(name)
     from tests import recordings  # imports torch
@@ -140,18 +146,19 @@ def main() -> None:
     with recordings.shared_recordings():
         recordings.record_demo()
         gc.freeze()
-        request = serve(requests, owner)
+        request = serve(requests)
         tempfile.tempdir = None  # the variables decide again
         time.tzset()
-        sys.orig_argv[:] = [sys.executable, *request.command]
+        words = [os.fsdecode(word) for word in request.command]
+        sys.orig_argv[:] = [sys.executable, *words]
         if PREPARE in os.environ:
             runpy.run_path(os.environ[PREPARE])
-        if request.command[0] != "-c":
+        if words[0] != "-c":
             run(request)
             return
-        sys.argv, sys.path[0] = ["-c", *request.command[2:]], ""
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
         main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(request.command[1], "<string>", "exec"), main.__dict__)  # noqa: S102 - the tests' own code
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)  # noqa: S102 - the tests' own code
 
 
 if __name__ == "__main__":

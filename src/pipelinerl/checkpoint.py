@@ -230,7 +230,7 @@ def best_version(run_dir: Path, saved: Iterable[int]) -> int | None:
     """
     try:
         records = read_lines(run_dir / "evaluations.jsonl", EvaluationRecord)
-    except (OSError, RunDirectoryError):
+    except RunDirectoryError:
         return None
     points = [
         (one.version if one.version_mean is None else one.version_mean, one.reward_mean)

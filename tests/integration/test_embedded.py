@@ -77,6 +77,7 @@ def test_rounds_have_the_lag_of_the_method_and_batches_that_are_not_sorted_by_le
         assert taken == sorted(taken)
 
 
+@pytest.mark.slow
 def test_streams_in_memory_and_in_files_give_the_same_run(tmp_path: Path) -> None:
     for kind in ("memory", "files"):
         run(tmp_path / kind, stream__kind=kind, trainer__steps=2)

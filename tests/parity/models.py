@@ -138,8 +138,8 @@ THROUGH_CACHE: dict[str, Any] = {
 }
 """Run through their own cache: their attention can't be replaced, or they have other states."""
 CONFIGS |= THROUGH_CACHE
-QUICK = ("gemma3", "llama", "qwen3.5-delta-rule")
-"""Families that the fast tests are content with: the plainest, the most peculiar one, and one with other states."""
+QUICK = ("gemma3", "llama")
+"""Families that the fast tests are content with: the plainest and the most peculiar one."""
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 
 

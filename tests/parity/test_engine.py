@@ -17,7 +17,15 @@ from tests.parity.models import CONFIGS, QUICK, THROUGH_CACHE, VOCABULARY, make_
 from tests.unit.engine.engine_parts import serve, update_of
 
 SLOW, EXHAUSTIVE = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.exhaustive)
-USUAL = (*QUICK, "deepseek-v3-latents", "falcon-mamba-token-by-token", "gemma2", "gpt-neox", "gpt-oss-sinks")
+USUAL = (
+    *QUICK,
+    "qwen3.5-delta-rule",
+    "deepseek-v3-latents",
+    "falcon-mamba-token-by-token",
+    "gemma2",
+    "gpt-neox",
+    "gpt-oss-sinks",
+)
 """The others differ from these only in what the engine's own check compares when it loads them."""
 
 MARKS = dict.fromkeys(CONFIGS, EXHAUSTIVE) | dict.fromkeys(USUAL, SLOW) | dict.fromkeys(QUICK, ())

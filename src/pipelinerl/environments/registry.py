@@ -95,8 +95,8 @@ def notes_of(environment: Environment, config: RunConfig) -> tuple[str, ...]:
 
 RENAMED = {
     "math_words": "It is now called `math` with `judge: numbers` in environment.args.",
-    "calculator": "It is now an example, `examples/calculator.py:Calculator`.",
-    "countdown": "It is now an example, `examples/countdown.py:Countdown`; `reasoning_gym` has a task `countdown`, too.",
+    "calculator": "It is now an example, `examples/calculator.py:Calculator`, which needs `expressions.py` beside it.",
+    "countdown": "It is now an example, `examples/countdown.py:Countdown`, which needs `expressions.py` beside it.",
     "guess_number": "It is now an example, `examples/guess_number.py:GuessNumber`.",
     "difficulty_filter": "Choose the lines of the data file by their pass rates, or set `actor.online_filter`.",
 }

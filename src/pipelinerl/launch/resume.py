@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -34,7 +34,6 @@ from pipelinerl.preprocess.preprocessor import newest_version
 from pipelinerl.run_directory import RunDirectory, existing_run
 from pipelinerl.types import Group, GroupLedger
 
-T = TypeVar("T")
 Overrides = Sequence[str] | Mapping[str, Any]
 
 FIXED = {
@@ -63,7 +62,7 @@ def changed_settings(config: RunConfig, run: RunDirectory) -> list[str]:
 
     Raises RunDirectoryError for a setting that can't be changed.
     """
-    sessions = _lines(run.sessions, SessionRecord)
+    sessions = read_lines(run.sessions, SessionRecord)
     if not sessions:
         return []
     before, now = merged(RunConfig().model_dump(mode="json"), sessions[-1].config), without_secrets(config)
@@ -124,10 +123,10 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
     with closing(open_stream(config, run, before.run if before else "")) as stream:
         kept = take_back(stream, position, ledger, state.version)
     steps = [step for step in read_records(run.metrics, StepRecord) if step.version <= state.version]
-    published = {record.version: record.checksum for record in _lines(run.published, PublishedRecord)}
+    published = {record.version: record.checksum for record in read_lines(run.published, PublishedRecord)}
     # Groups of a session whose trainer ended before it recorded the session are those of the next one: they were sampled
     # with the weights of the checkpoint, and are kept.
-    recorded = _lines(run.sessions, SessionRecord)[-1:]
+    recorded = read_lines(run.sessions, SessionRecord)[-1:]
     begun = before.rollouts_bytes if before and recorded and recorded[0].rollouts_bytes != before.rollouts_bytes else 0
     evaluated = [one for one in read_records(run.evaluations, EvaluationRecord) if one.newest_version <= state.version]
     plan = StartPlan(
@@ -146,10 +145,6 @@ def plan_resume(config: RunConfig, run: RunDirectory) -> tuple[StartPlan, str | 
 
 
 _GROUP = msgspec.json.Decoder(Group)
-
-
-def _lines(path: Path, kind: type[T]) -> list[T]:
-    return read_lines(path, kind) if path.exists() else []
 
 
 def _size(path: Path) -> int:

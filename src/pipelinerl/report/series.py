@@ -231,6 +231,7 @@ class RecordedGroup(msgspec.Struct, frozen=True):
 def read_groups(run_dir: Path) -> list[RecordedGroup]:
     """All groups that a run finished, as recorded. Raises RunDirectoryError if there are no records, or damaged ones."""
     path = run_dir / "rollouts" / "rollouts.jsonl"
-    if not path.exists():
+    groups = read_lines(path, RecordedGroup)
+    if not groups and not path.exists():
         raise RunDirectoryError(f"{run_dir} is not a run directory (there is no {path})")
-    return read_lines(path, RecordedGroup)
+    return groups

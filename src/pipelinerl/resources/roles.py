@@ -5,7 +5,6 @@ of the CPU threads of a machine. `placement` has the machine and GPUs of each.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
@@ -116,8 +115,8 @@ IMPORTED = ("torch", "transformers.modeling_utils", "transformers.models.auto.mo
 
 def fork_server(config: RunConfig) -> AbstractContextManager[ForkServer | None]:
     """What starts the processes of a run; None if they are started by commands."""
-    if config.launch.kind != "processes" or on_gpus(config) or sys.platform != "linux":
-        return nullcontext()
-    from pipelinerl.process.forks import ForkServer  # noqa: PLC0415 - only the launcher forks
+    from pipelinerl.process.forks import ForkServer, can_fork  # noqa: PLC0415 - only the launcher forks
 
+    if config.launch.kind != "processes" or on_gpus(config) or not can_fork():
+        return nullcontext()
     return ForkServer(IMPORTED, process_environment(1), config.launch.startup_timeout_s)

@@ -278,6 +278,7 @@ def test_a_model_whose_attention_strays_from_its_own_is_refused() -> None:
         LocalEngine(model, slots=1, max_length=64)
 
 
+@pytest.mark.slow
 def test_a_model_that_can_not_be_flattened_runs_as_it_is(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,6 +302,7 @@ def test_a_model_that_can_not_be_flattened_runs_as_it_is(
     assert served.generate(wanted) == engine(slots=2).generate(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch is built without oneDNN here")
 def test_packed_weights_are_those_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large weights are used from a copy in another layout: here, all weights count as large."""

@@ -82,7 +82,7 @@ def test_what_is_no_fault_of_the_answer_is_raised(monkeypatch):
         def score_answer(self, answer, entry):
             raise KeyError("a fault of the task")
 
-    monkeypatch.setattr(reasoning_gym, "make_tasks", lambda *_: Broken())
+    monkeypatch.setattr(reasoning_gym, "_cached_tasks", lambda *_: Broken())
     with pytest.raises(KeyError, match="a fault of the task"):
         score("any", "{}", {"seed": 1, "index": 0, "question": "?"}, "2")
     with pytest.raises(RolloutError, match="PYTHONHASHSEED=0"):

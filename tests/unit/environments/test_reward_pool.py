@@ -16,7 +16,6 @@ from pipelinerl.environments.user.pool import FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from tests.integration.runs import alive, until
 
-pytestmark = pytest.mark.slow
 FUNCTIONS = """
 import ctypes, itertools, os, subprocess, sys, time
 
@@ -133,6 +132,7 @@ def test_a_forked_child_that_returns_from_the_call_does_not_reply(pool):
     assert play(pool, ["fork"], ["fork"], ["sleep", 0.3], ["count"]) == [1, 1, 0.3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "where"), [(["sleep", 60], ", in line 12"), (["sum"], ", in line 15")])
 def test_a_call_that_takes_too_long_is_ended_and_its_line_named(file, what, where):
     limits = Limits(timeout_s=0.5, workers=1)
@@ -142,6 +142,7 @@ def test_a_call_that_takes_too_long_is_ended_and_its_line_named(file, what, wher
     assert after == 1
 
 
+@pytest.mark.slow
 def test_a_call_is_made_at_once_and_its_reply_counts_if_the_loop_comes_late(file):
     pool = FunctionPool({"act": f"{file}:act"}, Limits(timeout_s=0.5, workers=1))
 
@@ -184,6 +185,7 @@ def test_calls_run_side_by_side_while_the_loop_goes_on(file):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_call_that_nobody_awaits_any_more_is_ended_and_its_place_is_free(pool):
 
     async def main():
@@ -228,6 +230,7 @@ def test_processes_end_with_a_pool_that_is_closed_or_forgotten(file):
     assert len(os.listdir("/dev/fd")) == open_files
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit on CPU time ends them")
 def test_processes_end_when_that_of_the_pool_is_killed(file):
     """During calls, even if they never return to Python."""

@@ -30,6 +30,7 @@ def test_pass_at_k_is_the_share_of_choices_that_hold_a_pass() -> None:
                 assert pass_at_k(attempts, passes, k) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     """Problems of different difficulty, 4 attempts at each: resampling attempts as if independent would cover too rarely."""
     generator = np.random.default_rng(2)

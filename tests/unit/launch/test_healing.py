@@ -67,6 +67,9 @@ class Host:
         if kind := worker_kind(self.config, role):
             self.ends[role] = Asking(self.server.connect(kind))
 
+    def ready(self) -> bool:
+        return True
+
     def reap(self, worker: Worker) -> None:
         worker.kill()
         if kind := worker_kind(self.config, worker.role):

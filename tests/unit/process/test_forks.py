@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import msgspec
 import pytest
 from tests.unit.process.test_child import until
 
+from pipelinerl.errors import StageDiedError
 from pipelinerl.process import forks
 from pipelinerl.process.child import UNKNOWN_STATUS, ChildProcess
 from pipelinerl.process.forks import ForkServer
@@ -24,26 +26,33 @@ from pipelinerl.resources.roles import IMPORTED, process_environment
 pytestmark = pytest.mark.slow
 SHOW = """
 import json, os, random, sys
+import numpy
 print(json.dumps({"argv": sys.argv[1:], "name": __name__, "folder": os.getcwd(), "variable": os.environ["VARIABLE"],
-    "imported": "fractions" in sys.modules, "random": random.random(), "group": os.getpgrp() == os.getpid(),
+    "bytes": list(os.environb[b"BYTES"]), "long": len(os.environ["LONG"]), "of_server": "PYTHON_OF_SERVER" in os.environ,
+    "imported": "fractions" in sys.modules, "random": [random.random(), numpy.random.random()],
+    "group": os.getpgrp() == os.getpid(),
     "read": sys.stdin.read(), "given": os.read(int(sys.argv[1]), 9).decode(),
     "files": len(os.listdir("/proc/self/fd")) - 1}))
 print("an error", file=sys.stderr)
-sys.exit(3)
+os._exit(3)  # nothing is left in a buffer
 """
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (tmp_path / "show.py").write_text(textwrap.dedent(SHOW))
     (tmp_path / "wait.py").write_text("import time\nprint('ready')\ntime.sleep(100)\n")
-    with ForkServer(["fractions", "no_such_module"], {}, timeout_s=60.0) as server:
+    with ForkServer(
+        ["numpy", "fractions", "no_such_module"], {"PYTHON_OF_SERVER": "1"}, timeout_s=60.0
+    ) as server:  # whose name has it start by its command
         yield server
 
 
 def forked(server: ForkServer, module: str, *arguments: str, fds: tuple[int, ...] = ()) -> ChildProcess:
-    command, environment = [sys.executable, "-m", module, *arguments], {"VARIABLE": "set"}
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {"VARIABLE": "set", "BYTES": os.fsdecode(b"\xff\xfe"), "LONG": "x" * 120_000, "LONGER": "x" * 120_000}
     return ChildProcess(command, log=Path("log"), environment=environment, fds=fds, forks=server)
 
 
@@ -71,8 +80,9 @@ def test_a_fork_has_what_is_its_own_and_nothing_of_others(server: ForkServer, tm
         *_, shown, error = process.log_lines()
         assert error == "an error"
         seen.append(msgspec.json.decode(shown))
-    assert seen[0].pop("random") != seen[1].pop("random") != random.random()
+    assert len({*seen[0].pop("random"), *seen[1].pop("random"), random.random()}) == 5
     expected = {"name": "__main__", "folder": str(tmp_path), "variable": "set", "imported": True, "group": True, "read": ""}
+    expected |= {"bytes": [255, 254], "long": 120_000, "of_server": False}
     expected |= {"given": "content", "files": 5}  # with the pipe by which the kernel ends it with its parent
     assert [{key: value for key, value in one.items() if key != "argv"} for one in seen] == [expected] * 2
     assert all(other.running for other in others)
@@ -96,7 +106,7 @@ def test_a_fork_outlives_its_server_and_the_next_one_has_another(server: ForkSer
 
 def test_a_server_that_does_not_answer_is_replaced(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "ANSWER_S", 0.2)
-    assert until(lambda: server.ready)
+    assert until(server.ready)
     process, first = waiting(server), pid_of(server)
     os.kill(first, signal.SIGSTOP)
     process.kill()
@@ -114,10 +124,19 @@ def test_what_can_not_be_started_is_an_error_of_the_system(
         patched.setattr(os, "getcwd", lambda: str(tmp_path / "missing"))
         with pytest.raises(FileNotFoundError):
             forked(server, "show")
-    (tmp_path / "dies.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with waiting(server), (tmp_path / "wait.py").open() as file:
+        most = len(os.listdir(f"/proc/{pid_of(server)}/fd")) + 20
+        resource.prlimit(pid_of(server), resource.RLIMIT_NOFILE, (most, most))
+        many = tuple(os.dup(file.fileno()) for _ in range(40))
+        with pytest.raises(OSError, match="Too many open files"):
+            forked(server, "show", fds=many)
+
+
+def test_a_server_that_can_not_import_is_an_error_with_its_last_words(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os\nprint('no such instruction')\nos.kill(os.getpid(), 9)\n")
     with (
         ForkServer(["dies"], {}, timeout_s=60.0) as dying,
-        pytest.raises(OSError, match="the process that forks the others was killed by SIGKILL"),
+        pytest.raises(StageDiedError, match=r"(?s)was killed by SIGKILL; .*no such instruction"),
     ):
         forked(dying, "show")
 

@@ -67,7 +67,7 @@ class ReasoningGym(QuestionTask):
         self._options = options = ReasoningGymOptions.read(args)
         super().__init__(tokenizer, seed, options)
         self._arguments = msgspec.json.encode(options.args or {}).decode()
-        self._chunk = partial(make_tasks, options.task, self._arguments)
+        self._chunk = lru_cache(maxsize=4)(partial(make_tasks, options.task, self._arguments))
         source = inspect.getsource(type(self._chunk(0)))
         if _RUNS_TEXT.search(source) and not options.runs_answers:
             raise EnvironmentSetupError(
@@ -136,7 +136,6 @@ class ReasoningGym(QuestionTask):
 # the seed and the index, so these identify it in that process.
 
 
-@lru_cache(maxsize=8)
 def make_tasks(name: str, arguments: str, seed: int) -> Any:
     """The data set of `CHUNK` entries for a seed. `arguments` of the task are JSON.
 
@@ -155,13 +154,16 @@ def make_tasks(name: str, arguments: str, seed: int) -> Any:
         raise EnvironmentSetupError(f"environment.args.args don't fit {name} of reasoning-gym: {reason}") from error
 
 
+_cached_tasks = lru_cache(maxsize=8)(make_tasks)
+
+
 def score(name: str, arguments: str, entry: Mapping[str, Any], answer: str) -> float | None:
     """The score of `answer`; None if the task raises an error over it. `entry` has a problem's seed, index and question.
 
     Raises RolloutError if the entry has another question in this process than where the problem was created, and what the
     task raises over the entry's own answer.
     """
-    tasks = make_tasks(name, arguments, entry["seed"])
+    tasks = _cached_tasks(name, arguments, entry["seed"])
     found = tasks[entry["index"]]
     if found["question"] != entry["question"]:
         raise RolloutError(

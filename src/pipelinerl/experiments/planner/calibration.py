@@ -317,8 +317,11 @@ def decode_times(config: RunConfig, lengths: LengthDistribution, prompt_tokens: 
 
     from pipelinerl.launch.stages.generation import load_local_engine  # noqa: PLC0415 - as above
 
-    roles = [*server_roles(config), *worker_roles(config)]
-    torch.set_num_threads(shares_of(config, make_schedule(config), roles, usable_cores())[roles[0]].threads)
+    planned = config
+    if config.engine.urls:  # servers that run elsewhere: what is measured here generates in this process
+        planned = config.model_copy(update={"engine": config.engine.model_copy(update={"kind": "local", "urls": ()})})
+    roles = [*server_roles(planned), *worker_roles(planned)]  # the first one generates
+    torch.set_num_threads(shares_of(planned, make_schedule(config), roles, usable_cores())[roles[0]].threads)
     model, engine = load_local_engine(config)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rng = np.random.default_rng(config.seed)

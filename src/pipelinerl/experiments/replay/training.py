@@ -103,15 +103,15 @@ class RecordedRun:
 
     def __init__(self, run_dir: Path) -> None:
         self.run = RunDirectory(run_dir)
+        formats = {session.get("format", 0) for session in read_lines(self.run.sessions, dict[str, Any])}
+        if other := sorted(formats - {FORMAT}):
+            named = ", ".join(map(str, other))
+            raise RunDirectoryError(f"{run_dir} has records of format {named}; this version of pipelinerl replays {FORMAT}")
         if lacks := [path.name for path in (self.run.sessions, self.run.trained, self.run.published) if not path.exists()]:
             raise RunDirectoryError(
                 f"{run_dir} can't be replayed: it has no {lacks[0]}, so it took no step, an earlier version of pipelinerl "
                 "made it, or parts of it are missing"
             )
-        formats = {session.get("format", 0) for session in read_lines(self.run.sessions, dict[str, Any])}
-        if other := sorted(formats - {FORMAT}):
-            named = ", ".join(map(str, other))
-            raise RunDirectoryError(f"{run_dir} has records of format {named}; this version of pipelinerl replays {FORMAT}")
         sessions = read_lines(self.run.sessions, SessionRecord)
         trained = read_lines(self.run.trained, TrainedRecord, lambda old, new: old.version >= new.version)
         published = read_lines(self.run.published, PublishedRecord, lambda old, new: old.version >= new.version)

@@ -172,8 +172,9 @@ class LocalWorker(ChildProcess, Worker):
             written, reported = msgspec.json.decode(self.report_file.read_bytes(), type=WorkerReport), True
         except (OSError, *INVALID_DATA):
             written, reported = WorkerReport(), False
-        well = not status or (status == UNKNOWN_STATUS and reported and not written.kind)
-        if well or (self.asked_to_stop and status == -signal.SIGTERM):
+        if status == UNKNOWN_STATUS and (reported or self.asked_to_stop) and not written.kind:
+            status = 0
+        if not status or (self.asked_to_stop and status == -signal.SIGTERM):
             self._ended = WorkerReport(written.peak)
         elif written.kind:
             self._ended = written
@@ -253,9 +254,8 @@ class Host(ABC):
     def start(self, role: str) -> Worker:
         """Start a process. Raises OSError, UserError and StageDiedError."""
 
-    @property
     def ready(self) -> bool:
-        """Whether `start` starts a process at once."""
+        """Whether `start` starts a process at once. Raises StageDiedError if it can't be."""
         return True
 
     def reap(self, worker: Worker) -> None:
@@ -311,9 +311,8 @@ class LocalHost(Host):
             self._gpus = visible_gpus(session.config, places, os.environ.get("CUDA_VISIBLE_DEVICES"))
         super().__init__(session)
 
-    @property
     def ready(self) -> bool:
-        return self._forks is None or self._forks.ready
+        return self._forks is None or self._forks.ready()
 
     def start(self, role: str) -> LocalWorker:
         session, share = self._session, self._shares[role]

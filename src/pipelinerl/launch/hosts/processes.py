@@ -123,7 +123,7 @@ class Healing:
         """
         run, plan = self._session.run, self._session.plan
         for role, attempts in self.attempts.items():
-            if attempts.due_s is not None and now >= attempts.due_s:
+            if attempts.due_s is not None and now >= attempts.due_s and self._host.ready():
                 trainer = trainer_progress(self._host.board.read(TRAINER)) or TrainerProgress()
                 evaluated = [record.version for record in read_records(run.evaluations, EvaluationRecord)]
                 version, latest = max(plan.version, trainer.published_version), max(evaluated, default=plan.evaluated)
@@ -348,9 +348,11 @@ def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
     with counted_interrupts() as interrupts, ExitStack() as stack:
         try:
             stack.enter_context(host)
-            while not host.ready:
+            while not host.ready():
                 if interrupts.count:
                     raise RunInterruptedError("stopping")
+                if (waited_s := time.monotonic() - begin_s) > session.config.launch.startup_timeout_s:
+                    raise StalledError(f"imports were not done after {waited_s:.0f} s (launch.startup_timeout_s)")
                 time.sleep(LOOK_EVERY_S)
             for role in (*server_roles(session.config), *worker_roles(session.config)):
                 processes.started.append(host.start(role))

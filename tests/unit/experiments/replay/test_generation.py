@@ -82,6 +82,7 @@ def test_sequences_that_began_at_different_steps_see_each_update_at_their_own_to
     assert result.drawn == result.tokens
 
 
+@pytest.mark.slow
 def test_the_versions_that_a_group_needs_include_those_that_read_its_prompts() -> None:
     group = sampled("keep", {0: prompt(11)}, {1: 1, 5: 2})
     assert versions_of(group, "keep") == {0, 1, 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.serving.client.adapter import Bounds, ServerBusyError, ServerUnreachableError
@@ -94,7 +94,6 @@ def test_groups_stay_together_and_are_spread(servers: int, groups: int) -> None:
     assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=30)
 @given(st.integers(2, 4), st.integers(0, 100))
 def test_one_prompt_alone_can_not_overload_its_server(servers: int, count: int) -> None:
     """With nothing but one prompt, beyond half of the slots no server gets more than its share, rounded up."""
