@@ -436,7 +436,7 @@ class LocalEngine:
         except FloatingPointError as error:
             raise self._logits_error() from error
         by_device = bool(update.device_checksum) and on_gpu(self._weights)
-        load_weights(self._runner.model, update.tensors, known_finite=by_device)
+        load_weights(self._weights, update.tensors, known_finite=by_device)
         self._runner.weights_changed()
         if by_device:
             held, sent = device_checksum(self._weights), update.device_checksum

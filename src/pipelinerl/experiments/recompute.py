@@ -155,7 +155,7 @@ class Recompute:
         self._slots = slots
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        load_weights(self._runner.model, tensors)
+        load_weights(named_weights(self._runner.model), tensors)
         self._runner.weights_changed()
 
     @torch.inference_mode()

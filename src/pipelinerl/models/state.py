@@ -112,13 +112,12 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name in suspects if not bool(tensors[name].isfinite().all())]
 
 
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, known_finite: bool = False) -> None:
-    """Copy `tensors` into the model's own storage: all of them, or none.
+def load_weights(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, known_finite: bool = False) -> None:
+    """Copy `tensors` into a model's own storage, `named_weights(model)`: all of them, or none.
 
-    Names and shapes must be exactly as in `named_weights(model)`, and all values finite (not checked if `known_finite`);
-    types and devices are converted. Raises WeightUpdateError, listing all problems, before anything is copied.
+    Names and shapes must be exactly as there, and all values finite (not checked if `known_finite`); types and devices are
+    converted. Raises WeightUpdateError, listing all problems, before anything is copied.
     """
-    weights = named_weights(model)
     misshapen = [
         f"{name} {tuple(tensors[name].shape)}, the model has {tuple(weight.shape)}"
         for name, weight in weights.items()

@@ -71,7 +71,7 @@ def test_engines_are_given_what_the_trainer_computes_with(name: str, dtype: torc
     assert all(".lora_" in n for n in trained)
     stir(lora)
     assert not torch.equal(logits(plain), logits(lora.model))
-    load_weights(plain, lora.weights())
+    load_weights(named_weights(plain), lora.weights())
     assert torch.equal(logits(plain), logits(lora.model)), "to the bit, rounding to bfloat16 included"
 
 

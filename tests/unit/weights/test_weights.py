@@ -110,7 +110,7 @@ def test_updates_arrive_exactly_and_once(ends: Ends) -> None:
         assert receiver.offered() is receiver.poll() is None
         assert same(dict(update.tensors), weights)
         assert update.tensors["head.weight"].data_ptr() == update.tensors["embed.weight"].data_ptr()
-        load_weights(engine, update.tensors)
+        load_weights(named_weights(engine), update.tensors)
         echo = receipt(version, checksum(named_weights(engine)))
         receiver.acknowledge(echo)
         assert list(sender.receipts()) == [echo]
