@@ -38,8 +38,7 @@ def check_before_the_start(config: RunConfig, forks: ForkServer | None = None) -
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
     User code is tried before any model is loaded: reward functions with answers; a class, files or a callback are only
-    loaded. Arguments may name files or functions. An embedded run builds its environment before all
-    else.
+    loaded. Arguments may name files or functions. An embedded run builds its environment before all else.
     """
     memory, environment = check_without_running(config), config.environment
     functions = environment.kind in ("function", "tools")

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO
@@ -46,7 +46,7 @@ def can_fork() -> bool:
     return True
 
 
-class ForkServer:
+class ForkServer(AbstractContextManager["ForkServer"]):
     """The parent's side. As a context manager, it ends the server, not its forks."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
@@ -108,9 +108,6 @@ class ForkServer:
                     self._failed = 0
                     return fork
                 self._process.stop()
-
-    def __enter__(self) -> ForkServer:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._process.stop()

@@ -70,9 +70,9 @@ def processor() -> str:
 
 def this_computer() -> Computer:
     """What the bits that this process computes depend on."""
-    import torch  # noqa: PLC0415 - takes seconds
+    import torch  # noqa: PLC0415 - the launcher does without it
 
-    from pipelinerl.extras import version  # noqa: PLC0415 - few runs need it
+    from pipelinerl.extras import version  # noqa: PLC0415 - as above
 
     versions = {name: found for name in PACKAGES if (found := version(name))} | {"python": platform.python_version()}
     return Computer(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), packages=versions)
