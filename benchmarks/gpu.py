@@ -52,6 +52,14 @@ SIZES: dict[str, dict[str, int]] = {
     },
     "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
     "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
+    "7b": {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    },
 }
 """Those of Qwen2.5, and one for trying."""
 END_EVERY = 200
@@ -62,9 +70,9 @@ GOALS = {"bandwidth": 0.60, "mfu": 0.45}
 
 
 def config_of(size: str) -> Qwen2Config:
-    sizes = {"vocab_size": 151936} | SIZES[size]
+    sizes = {"vocab_size": 151936, "num_key_value_heads": 2} | SIZES[size]
     ends = list(range(1, sizes["vocab_size"], END_EVERY))
-    return Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=ends, bos_token_id=0, **sizes)
+    return Qwen2Config(tie_word_embeddings=size != "7b", eos_token_id=ends, bos_token_id=0, **sizes)
 
 
 def dtype_of(options: argparse.Namespace) -> torch.dtype:
@@ -168,6 +176,8 @@ def _decode(options: argparse.Namespace, engine: LocalEngine, slots: int, contex
     sizes = config_of(options.size)
     kv_numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.hidden_size // sizes.num_attention_heads
     read = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    if not sizes.tie_word_embeddings:  # a step looks up few of its rows
+        read -= sizes.vocab_size * sizes.hidden_size * dtype_of(options).itemsize
     read += slots * (context + tokens // 2) * kv_numbers * dtype_of(options).itemsize
     return {
         "slots": slots,
@@ -413,8 +423,8 @@ def vllm(options: argparse.Namespace) -> list[Record]:
 def runs(options: argparse.Namespace) -> list[Record]:
     """`pipeline` and `conventional` on the same model and task: when each of a few optimizer steps was taken."""
     records = []
-    steps = 2 * ROUND
-    for kind in ("pipeline", "conventional"):
+    steps = 3 * ROUND
+    for kind in options.schedules:
         run_dir = options.out / f"run-{kind}"
         shutil.rmtree(run_dir, ignore_errors=True)
         flags = {
@@ -523,7 +533,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["static"], help="decode: values of engine.decoding")
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=8.0, help="both: length of each measurement")
-    parser.add_argument("--mps", action="store_true", help="both: note that the CUDA multi-process service runs")
+    parser.add_argument("--mps", action="store_true", help="both, runs: note that the CUDA multi-process service runs")
+    parser.add_argument("--schedules", nargs="+", default=["pipeline", "conventional"], help="runs: of these kinds")
     parser.add_argument("--end", choices=["decode", "train"], help="loop: which end")
     options = parser.parse_args()
     if options.step == "table":
