@@ -152,11 +152,13 @@ def test_the_first_weights_of_a_session_may_be_older_and_end_all_requests(vllm: 
 
     async def main(_: VllmServer) -> Completion:
         first, second = (VllmServer(vllm.url, run="cafe", epoch=epoch) for epoch in (1, 2))
+        newer, begun = save(models[1], 2, tmp_path), asyncio.Event()
         try:
             await first.update_weights(save(models[0], 90, tmp_path))
-            running = asyncio.ensure_future(first.generate(request("given-up", tokens=LONGEST)))
-            await asyncio.sleep(0.3)
-            await second.update_weights(save(models[1], 2, tmp_path))
+            asked = request("given-up", tokens=LONGEST, stream=True)
+            running = asyncio.ensure_future(first.generate(asked, lambda _: begun.set()))
+            await begun.wait()
+            await second.update_weights(newer)
             with pytest.raises(ServerBusyError, match="aborted request"):
                 await running
             with pytest.raises(WeightUpdateError, match="a later session updates"):
