@@ -59,6 +59,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
         "intermediate_size": 18944,
         "vocab_size": 152064,
+        "tie_word_embeddings": False,
     },
 }
 """Those of Qwen2.5, and one for trying."""
@@ -70,9 +71,9 @@ GOALS = {"bandwidth": 0.60, "mfu": 0.45}
 
 
 def config_of(size: str) -> Qwen2Config:
-    sizes = {"vocab_size": 151936, "num_key_value_heads": 2} | SIZES[size]
+    sizes = {"vocab_size": 151936, "num_key_value_heads": 2, "tie_word_embeddings": True} | SIZES[size]
     ends = list(range(1, sizes["vocab_size"], END_EVERY))
-    return Qwen2Config(tie_word_embeddings=size != "7b", eos_token_id=ends, bos_token_id=0, **sizes)
+    return Qwen2Config(eos_token_id=ends, bos_token_id=0, **sizes)
 
 
 def dtype_of(options: argparse.Namespace) -> torch.dtype:
@@ -453,7 +454,12 @@ def runs(options: argparse.Namespace) -> list[Record]:
         subprocess.run([sys.executable, "-c", main_of_cli, "train", *arguments], check=True)
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         records.append(
-            {"schedule": kind, "wall_s": time.perf_counter() - begin_s, "times_s": [line["time_s"] for line in lines]}
+            {
+                "schedule": kind,
+                "mps": options.mps,
+                "wall_s": time.perf_counter() - begin_s,
+                "times_s": [line["time_s"] for line in lines],
+            }
         )
         save(options, records)
     return records
@@ -509,10 +515,10 @@ def table(out: Path) -> list[Record]:
         for r in read(out, name):
             what = f"both ends on one GPU, {'with' if r['mps'] else 'without'} MPS: {r['end']}"
             rows.append({"what": what, "measured": f"{r['together']:.0f} tok/s", "share": r["kept"], "of": "alone"})
-    for r in read(out, "runs"):
+    for r in (*read(out, "runs"), *read(out, "runs-mps")):
         times_s = r["times_s"][ROUND - 1 :]  # without the first round, which has to fill the pipeline
         step_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
-        rows.append({"what": f"run, {r['schedule']}", "measured": f"{step_s:.2f} s a step"})
+        rows.append({"what": f"run, {r['schedule']}{', with MPS' * r['mps']}", "measured": f"{step_s:.2f} s a step"})
     missing = [name for name in ("limits", "decode", "refill", "train", "update", "both", "runs") if not read(out, name)]
     return [*rows, *({"what": name, "measured": "no result: see its log"} for name in missing)]
 

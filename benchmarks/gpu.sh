@@ -49,18 +49,19 @@ part1() { # exact, and how fast is the engine
 part2() { # the trainer, both ends on one GPU, pipeline against conventional, and the demo
     measure train 120 train
     measure both 100 both
+    measure folder 60 folder
     if command -v nvidia-cuda-mps-control > /dev/null; then
         CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
         CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
         export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
         nvidia-cuda-mps-control -d
         measure both-mps 100 both --mps
+        measure runs-mps 120 runs --mps --schedules pipeline
         echo quit | nvidia-cuda-mps-control
         unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
     else
-        echo "there is no nvidia-cuda-mps-control here: both ends were measured without MPS only"
+        echo "there is no nvidia-cuda-mps-control here: both ends and runs were measured without MPS only"
     fi
-    measure folder 60 folder
     measure runs 200 runs
     step learns 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider -k learns
 }
