@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl.environments.chat.tool_use import tool_of
-from pipelinerl.environments.user.code import import_code
+from pipelinerl.user_code import import_code
 
 EXAMPLE: Any = import_code(str(Path(__file__).parents[1] / "examples/calculator.py"))
 Calculator, calculate = EXAMPLE.Calculator, EXAMPLE.calculate

@@ -149,12 +149,18 @@ def cancelled_completion(request_id: str, events: Sequence[TokenEvent]) -> Compl
     )
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call within a rollout: the exact prompt ids and the completion (`text` is for human readers)."""
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One model call within a rollout: the exact prompt ids and the completion (`text` is for human readers).
+
+    `reward`: the part of the rollout's reward that this turn earned. The rest belongs to the last turn. None: not known.
+    `teacher_prompt_ids`: the prompt with which a teacher scores the completion, if not `prompt_ids`.
+    """
 
     prompt_ids: tuple[int, ...]
     completion: Completion
     text: str = ""
+    reward: float | None = None
+    teacher_prompt_ids: tuple[int, ...] = ()
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,24 +230,36 @@ class GroupLedger(msgspec.Struct):
         return index
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """One token sequence. `sampled`: the half-open ranges of positions that the model produced, in order."""
+class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One token sequence. `sampled`: the half-open ranges of positions that the model produced, in order.
+
+    `supervised`: ranges of other positions, whose given tokens are trained on by cross-entropy.
+    """
 
     token_ids: tuple[int, ...]
     sampled: tuple[tuple[int, int], ...]
+    supervised: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampled_positions(self) -> list[int]:
         return [i for start, end in self.sampled for i in range(start, end)]
 
+    @property
+    def trained_positions(self) -> list[int]:
+        """The sampled and the supervised ones, in order."""
+        if not self.supervised:
+            return self.sampled_positions
+        return [i for start, end in sorted((*self.sampled, *self.supervised)) for i in range(start, end)]
+
 
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout, prepared for training. Sampled tokens are trained on; the others are context.
+    """One rollout, prepared for training. Sampled and supervised tokens are trained on; the others are context.
 
     A rollout of several turns is usually one segment. A new segment begins only where a turn's prompt does not continue
     the preceding ids. `behaviour_logprobs`, `versions` and (when a KL coefficient is set) `reference_logprobs` have one
-    entry per sampled token, over all segments in order. `finished` is False if the last completion was cut at its token
-    limit. `metrics` are the rollout's.
+    entry per sampled token, over all segments in order; so has `advantage`, unless one number holds for all.
+    `supervised_weight` multiplies the cross-entropy of supervised tokens. `finished` is False if the last completion was cut
+    at its token limit. `metrics` are the rollout's.
     """
 
     id: str
@@ -249,15 +267,26 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     segments: tuple[Segment, ...]
     behaviour_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
-    advantage: float
+    advantage: float | tuple[float, ...]
     reward: float
     finished: bool = True
     reference_logprobs: tuple[float, ...] | None = None
     metrics: dict[str, float] = {}
+    supervised_weight: float = 1.0
 
     @property
     def sampled_count(self) -> int:
         return len(self.behaviour_logprobs)
+
+    @property
+    def supervised_count(self) -> int:
+        return sum(end - start for segment in self.segments for start, end in segment.supervised)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the loss without penalties has one."""
+        credit = any(self.advantage) if isinstance(self.advantage, tuple) else self.advantage != 0.0
+        return credit or (self.supervised_weight != 0.0 and any(segment.supervised for segment in self.segments))
 
     @property
     def length(self) -> int:

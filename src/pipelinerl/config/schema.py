@@ -23,6 +23,7 @@ ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Names = Annotated[tuple[str, ...], Strict(False)]
 """`Strict(False)`: a list becomes a tuple. Its items are still checked strictly."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$", examples=["cpu", "cuda", "cuda:N"])]
+UserFunction = Annotated[str, Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$", examples=["path/to/file.py:function"])]
 TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
 SequenceCorrection = Literal["none", "truncate", "geo_truncate", "geo_mask"]
 
@@ -217,8 +218,11 @@ class WeightsConfig(Section, frozen=True):
 
 
 class PreprocessConfig(Section, frozen=True):
-    advantage: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """Baseline v of a rollout: mean reward of its group (the paper), or of the group's other rollouts."""
+    advantage: Literal["group_mean", "leave_one_out", "none"] | UserFunction = "group_mean"
+    """Baseline v of a rollout: mean reward of its group (the paper), or of the group's other rollouts. `none`: advantages
+    are 0, for a run that learns from `trainer.kl_coefficient` alone. A function gets a `Group` and returns one number for
+    each rollout, or one for each of its sampled tokens.
+    """
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO)."""
     zero_advantage: Literal["skip", "keep", "drop"] = "skip"
@@ -226,6 +230,8 @@ class PreprocessConfig(Section, frozen=True):
     (not possible with a KL penalty or `correction.drift`). `keep`: compute them anyway. `drop`: leave them out, so that a
     step has B other samples (DAPO's dynamic sampling; `generated_per_trained` in the summary says what it costs).
     """
+    observation_weight: NotNegative = 0.0
+    """Weight of the cross-entropy of what the model reads between its turns, such as results of tools. 0: context only."""
     overlong: Literal["keep", "drop"] = "keep"
     """Completions that reached their token limit: train on them, or drop them (counted by length)."""
 
@@ -261,11 +267,11 @@ class TrainerConfig(Section, frozen=True):
     """Optimizer steps to take."""
     batch_size: Count = 64
     """B, rollouts per optimizer step. A group may be split between two steps: its advantages are computed before."""
-    loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"] = "reinforce"
+    loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"] | UserFunction = "reinforce"
     """The objective; stale tokens are treated as `correction` says. `reinforce`: importance-weighted REINFORCE; with the
     default correction, the method of the PipelineRL paper. `ppo`: PPO-clip; with group advantages, this is GRPO. `gspo`:
     sequence-level ratios. `cispo`: weight clipped on both sides. `decoupled`: PPO-clip around a proximal policy between the
-    behaviour policy and the trained one (A-3PO).
+    behaviour policy and the trained one (A-3PO). A function gets `LossInputs` and returns one term per token.
     """
     clip_low: NotNegative | None = None
     """The ratio is clipped below at 1 - clip_low (ppo, gspo, cispo, decoupled). null: the loss's own default, 0.2; for gspo
@@ -281,8 +287,12 @@ class TrainerConfig(Section, frozen=True):
     loss_normalization: Literal["sequences", "tokens"] = "tokens"
     """Divide the summed loss by the step's number of rollouts, or of sampled tokens."""
     kl_coefficient: NotNegative = 0.0
-    """Weight of the KL penalty to the initial model. Above 0 it costs a forward pass and, except with LoRA, a copy of the
-    model.
+    """Weight of the KL term to the initial model, or to the `teacher`. Above 0 it costs a forward pass and a copy of the
+    model; with LoRA only the former.
+    """
+    kl_estimator: Literal["k3", "k1"] = "k3"
+    """`k3`: a penalty in the loss, whose gradient is in expectation the one of KL(reference || pi). `k1`: log pi - log
+    reference is subtracted from each token's advantage, which gives the gradient of KL(pi || reference).
     """
     learning_rate: Positive = 1e-6
     """Peak learning rate of AdamW."""

@@ -64,7 +64,7 @@ def build(kind: str, args: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -
     except PipelineRLError:
         raise
     except Exception as error:
-        from pipelinerl.environments.user.code import describe  # noqa: PLC0415 - only for an error
+        from pipelinerl.user_code import describe  # noqa: PLC0415 - only for an error
 
         raise EnvironmentSetupError(f"environment {kind} can't be built: {describe(error, kind)}") from error
 
@@ -109,7 +109,7 @@ def find_class(kind: str) -> type:
         module_name, _, class_name = BUILT_IN[kind].partition(":")
         return cast("type", getattr(importlib.import_module(module_name), class_name))
     if ":" in kind:
-        from pipelinerl.environments.user.code import find  # noqa: PLC0415 - not for a built-in one
+        from pipelinerl.user_code import find  # noqa: PLC0415 - not for a built-in one
 
         found: type = find(kind, "class", inspect.isclass, f" (environment.kind {kind})")
         for name in ("problem(self, index)", "held_out(self, count)", "rollout(self, problem, client)"):

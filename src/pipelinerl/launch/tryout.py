@@ -25,13 +25,13 @@ from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import find_class, make_environment, notes_of
 from pipelinerl.environments.single_turn import SingleTurn
-from pipelinerl.environments.user.code import find_function
 from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.checks import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
 from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.user_code import find_function
 
 SHOWN_CHARACTERS = 80
 WORD = "banana"

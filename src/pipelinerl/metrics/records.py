@@ -245,7 +245,8 @@ class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a step: its number of sampled tokens, their smallest and largest lag, and its advantage.
 
     The digests are of what was trained on: `tokens_digest` of the token ids, which of them were sampled, and their versions;
-    `logprobs_digest` of the behaviour log-probabilities. With them a replay finds a rollout whose record was changed.
+    `logprobs_digest` of the behaviour log-probabilities; `advantages_digest`, if tokens have advantages of their own, whose
+    mean is `advantage`. With them a replay finds a rollout whose record was changed.
     """
 
     id: str
@@ -256,6 +257,7 @@ class TrainedSample(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float = 0.0
     tokens_digest: str = ""
     logprobs_digest: str = ""
+    advantages_digest: str = ""
 
 
 class TrainedRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,7 +108,7 @@ class ChunkedHead:
 
     def __call__(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """What `token_logprobs` gives for the row's logits, up to rounding; both (P,). Gradients flow through the first."""
-        ids_P = row.sampled_ids_P
+        ids_P = row.target_ids_P
         if self.forward.padded:  # the head computes one length bucket after the other
             ends = torch.tensor([bucket.end for bucket in row.buckets], device=ids_P.device)
             ids_P = ids_P[torch.bucketize(row.predictor_P, ends, right=True).argsort(stable=True)]

@@ -76,14 +76,14 @@ class Bucket:
 class PackedRow:
     """Sequences laid out in one row, with the data that attention needs to separate them. Made once per micro-batch.
 
-    `sampled_ids_P` are the sampled tokens of all sequences in the order given. `predictor_P` are the row's positions whose
-    logits predict them (the position before each).
+    `target_ids_P` are the tokens at the `Segment.trained_positions` of all sequences, in the order given. `predictor_P` are
+    the row's positions whose logits predict them (the position before each).
     """
 
     token_ids_1T: Tensor
     position_ids_1T: Tensor
     predictor_P: Tensor
-    sampled_ids_P: Tensor
+    target_ids_P: Tensor
     longest: int
     """Length of the longest sequence, in tokens."""
     buckets: tuple[Bucket, ...]
@@ -97,7 +97,7 @@ class PackedRow:
     ) -> PackedRow:
         """Pack `segments` into a row. `waste` is the largest share of padding in a bucket; 1 makes a single bucket.
 
-        Raises ValueError if there are none, one is empty, or its first token is sampled.
+        Raises ValueError if there are none, one is empty, or its first token is trained.
         """
         return uploaded(cls.on_host(segments, device, waste), device)
 
@@ -114,17 +114,17 @@ class PackedRow:
             starts[i] = len(tokens)
             tokens.extend(segments[i].token_ids)
             positions.extend(range(len(segments[i].token_ids)))
-        sampled = [starts[i] + p for i, segment in enumerate(segments) for p in segment.sampled_positions]
-        if any(positions[p] == 0 for p in sampled):
-            raise ValueError("the first token of a segment can't be a sampled one: no logits predict it")
+        targets = [starts[i] + p for i, segment in enumerate(segments) for p in segment.trained_positions]
+        if any(positions[p] == 0 for p in targets):
+            raise ValueError("the first token of a segment can't be trained on: no logits predict it")
         lengths = [len(segments[i].token_ids) for i in by_length]
         token_ids_T = torch.tensor(tokens)
-        sampled_P = torch.tensor(sampled, dtype=torch.long)
+        target_P = torch.tensor(targets, dtype=torch.long)
         return cls(
             token_ids_1T=token_ids_T[None],
             position_ids_1T=torch.tensor([positions]),
-            predictor_P=sampled_P - 1,
-            sampled_ids_P=token_ids_T[sampled_P],
+            predictor_P=target_P - 1,
+            target_ids_P=token_ids_T[target_P],
             longest=lengths[0],
             buckets=tuple(_buckets(lengths, waste)),
             begins=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if _in_one_call(device) else None,
@@ -247,7 +247,7 @@ def training_forward(model: Any) -> TrainingForward:
 
 @dataclass(frozen=True, slots=True)
 class TrainingForward:
-    """Computes logits [P, V], in the type of the model's head, at the positions that predict a row's sampled tokens.
+    """Computes logits [P, V], in the type of the model's head, at the positions that predict a row's trained tokens.
 
     `padded`: each length bucket of the row is a padded batch for the model's own forward. Otherwise the model has packed
     attention, and gets the whole row. `compiled`: its layers are compiled (`layers`).

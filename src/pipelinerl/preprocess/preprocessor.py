@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from fractions import Fraction
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.hub.client import HubReader
 from pipelinerl.interfaces import Board
+from pipelinerl.preprocess.advantages import Credit, make_advantages
 from pipelinerl.status.board import StatusReporter
 from pipelinerl.types import (
     ACTOR,
@@ -32,12 +33,6 @@ from pipelinerl.types import (
     Turn,
     versions_from_spans,
 )
-
-MAX_REWARD = 1e30
-"""Rewards of a larger magnitude are rejected: the loss uses float32, whose largest number is 3e38."""
-
-STD_EPSILON = 1e-6
-"""Added to the standard deviation before dividing by it, so that tiny differences in reward are not amplified."""
 
 LOGPROB_TOLERANCE = 1e-2
 """How far rounding (a bfloat16 head) may push a log-probability above 0; higher values are rejected."""
@@ -60,24 +55,25 @@ def prepare(group: Group, config: PreprocessConfig, score: Scorer | None = None)
     Raises RolloutError, naming the group and rollout, for an inconsistent rollout.
     """
     try:
-        rewards = [rollout.reward for rollout in group.rollouts]
-        found = advantages(rewards, baseline=config.advantage, normalize_std=config.normalize_std)
+        found = make_advantages(config)(group)
     except ValueError as error:
         raise RolloutError(f"group {group.index}: {error}") from error
     samples: list[TrainingSample] = []
+    scored: list[list[Segment]] = []
     dropped: list[DroppedRollout] = []
-    for rollout, advantage in zip(group.rollouts, found, strict=True):
-        sample = _sample(group, rollout, advantage)
+    for rollout, credit in zip(group.rollouts, found, strict=True):
+        sample = _sample(group, rollout, credit, config.observation_weight)
         if sample.sampled_count == 0:
             dropped.append(DroppedRollout.of(sample, "empty"))
         elif not sample.finished and config.overlong == "drop":
             dropped.append(DroppedRollout.of(sample, "overlong"))
-        elif advantage == 0.0 and config.zero_advantage == "drop":
+        elif not sample.has_gradient and config.zero_advantage == "drop":
             dropped.append(DroppedRollout.of(sample, "zero_advantage"))
         else:
             samples.append(sample)
+            scored.append(_scored(sample, rollout))
     if score is not None and samples:
-        samples = _with_reference(samples, score)
+        samples = _with_reference(samples, scored, score)
     return Prepared(
         index=group.index,
         ids=tuple(rollout.id for rollout in group.rollouts),
@@ -97,9 +93,9 @@ def newest_version(group: Group) -> int:
     return max((span.version for span in spans), default=group.started_version)
 
 
-def _sample(group: Group, rollout: Rollout, advantage: float) -> TrainingSample:
+def _sample(group: Group, rollout: Rollout, credit: Credit, observation_weight: float) -> TrainingSample:
     try:
-        joined = join_turns(rollout.turns)
+        joined = join_turns(rollout.turns, observations=observation_weight > 0)
     except RolloutError as error:
         raise RolloutError(f"group {group.index}, rollout {rollout.id!r}: {error}") from error
     return TrainingSample(
@@ -108,52 +104,37 @@ def _sample(group: Group, rollout: Rollout, advantage: float) -> TrainingSample:
         segments=joined.segments,
         behaviour_logprobs=joined.behaviour_logprobs,
         versions=joined.versions,
-        advantage=advantage,
+        advantage=credit,
         reward=rollout.reward,
         finished=not rollout.turns or rollout.turns[-1].completion.finish_reason != "length",
         metrics=rollout.metrics,
+        supervised_weight=observation_weight,
     )
 
 
-def _with_reference(samples: Sequence[TrainingSample], score: Scorer) -> list[TrainingSample]:
-    """The same samples with their reference log-probs, from one call."""
-    segments = [segment for sample in samples for segment in sample.segments]
+def _scored(sample: TrainingSample, rollout: Rollout) -> list[Segment]:
+    """The sampled tokens in the context in which the reference scores them: its own prompts, if the turns have any."""
+    if not any(turn.teacher_prompt_ids for turn in rollout.turns):
+        return [msgspec.structs.replace(segment, supervised=()) for segment in sample.segments]
+    turns = [(turn.teacher_prompt_ids or turn.prompt_ids, turn.completion.token_ids) for turn in rollout.turns]
+    return [
+        Segment(token_ids=(*prompt, *ids), sampled=((len(prompt), len(prompt) + len(ids)),)) for prompt, ids in turns if ids
+    ]
+
+
+def _with_reference(
+    samples: Sequence[TrainingSample], scored: Sequence[Sequence[Segment]], score: Scorer
+) -> list[TrainingSample]:
+    """The samples with their reference log-probs, from one call. `scored`: the segments of each that are scored."""
+    segments = [segment for of_sample in scored for segment in of_sample]
     scores = score(segments)
     if [len(of_segment) for of_segment in scores] != [len(segment.sampled_positions) for segment in segments]:
         raise ValueError("the reference scorer did not return one log-probability per sampled token of each segment")
     remaining = iter(scores)
     return [
-        msgspec.structs.replace(
-            sample, reference_logprobs=tuple(logprob for _ in sample.segments for logprob in next(remaining))
-        )
-        for sample in samples
+        msgspec.structs.replace(sample, reference_logprobs=tuple(logprob for _ in of_sample for logprob in next(remaining)))
+        for sample, of_sample in zip(samples, scored, strict=True)
     ]
-
-
-def advantages(
-    rewards: Sequence[float], *, baseline: Literal["group_mean", "leave_one_out"], normalize_std: bool = False
-) -> list[float]:
-    """The advantage of each of a group's K rewards; 0 for a group of one.
-
-    `group_mean`: R_i - mean(R), as in the paper. `leave_one_out`: R_i - mean of the others, which does not depend on R_i.
-    With `normalize_std`, they are divided by the rewards' population standard deviation plus `STD_EPSILON`. Sums are
-    exact (rational arithmetic): a reward that equals its baseline gets exactly 0.0, which the filters rely on.
-
-    Raises ValueError for a reward that is not finite or beyond `MAX_REWARD`.
-    """
-    for reward in rewards:
-        if not abs(reward) <= MAX_REWARD:  # true for NaN too
-            raise ValueError(f"reward {reward} is not a finite number between -{MAX_REWARD:g} and {MAX_REWARD:g}")
-    exact, size = [Fraction(reward) for reward in rewards], len(rewards)
-    mean = sum(exact, Fraction()) / max(1, size)
-    deviations = [reward - mean for reward in exact]
-    # R_i - (sum - R_i) / (K - 1) = K / (K - 1) * (R_i - mean)
-    factor = Fraction(size, size - 1) if baseline == "leave_one_out" and size > 1 else 1
-    result = [float(deviation * factor) for deviation in deviations]
-    if not normalize_std:
-        return result
-    scale = STD_EPSILON + math.hypot(*map(float, deviations)) / math.sqrt(max(1, size))
-    return [value / scale for value in result]
 
 
 # ---- turns: joined by token ids; text is never tokenised again
@@ -167,13 +148,14 @@ class JoinedTurns(NamedTuple):
     versions: tuple[int, ...]
 
 
-def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
+def join_turns(turns: Sequence[Turn], *, observations: bool = False) -> JoinedTurns:
     """Join consecutive turns into segments.
 
     A turn whose prompt starts with everything before it (all earlier ids of its segment, prompt and completion)
     continues the segment: the new part of the prompt is context, the completion is sampled. Any other turn starts a new
     segment.
-    A segment ends with its last sampled token; a segment without sampled tokens is omitted.
+    A segment ends with its last sampled token; a segment without sampled tokens is omitted. With `observations`, context
+    between sampled tokens is supervised.
 
     Raises RolloutError for an inconsistent turn: lengths that differ, version spans that do not cover the completion, an
     empty prompt, a negative id or version, or an invalid log-probability.
@@ -186,7 +168,9 @@ def join_turns(turns: Sequence[Turn]) -> JoinedTurns:
 
     def finish() -> None:
         if sampled:
-            segments.append(Segment(token_ids=tuple(token_ids[: sampled[-1][1]]), sampled=tuple(sampled)))
+            between = [(end, start) for (_, end), (start, _) in pairwise(sampled) if end < start] if observations else []
+            ids = tuple(token_ids[: sampled[-1][1]])
+            segments.append(Segment(token_ids=ids, sampled=tuple(sampled), supervised=tuple(between)))
 
     for number, turn in enumerate(turns):
         versions += _check(turn, number)

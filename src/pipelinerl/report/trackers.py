@@ -158,7 +158,7 @@ class Follower:
         config = RunConfig.model_validate_json(self._run.settings.read_bytes())
         if self._name != CALLBACK or config.metrics.callback is None:
             return open_tracker(self._name, self._run.root, without_secrets(config), self._id)
-        from pipelinerl.environments.user.code import find_function  # noqa: PLC0415 - few runs have one
+        from pipelinerl.user_code import find_function  # noqa: PLC0415 - few runs have one
 
         function = find_function(config.metrics.callback)
         return Callback(function, self._failed, lambda why: self._say(self._run.request_stop(why)))

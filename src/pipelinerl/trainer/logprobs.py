@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -92,7 +93,7 @@ HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
 
 
 class RowLogprobs:
-    """Log-probabilities and entropies (P,) of a row's sampled tokens at `temperature`, with all logits or in chunks.
+    """Log-probabilities and entropies (P,) of a row's trained tokens at `temperature`, with all logits or in chunks.
 
     `head_chunk` is the configured value. `several_ranks`: the model is sharded, so all ranks have to create this at the
     same point, which makes a forward pass.
@@ -114,10 +115,10 @@ class RowLogprobs:
         in_chunks = bool(self._head_chunk)
         if self._head_chunk == "auto":
             head = self._forward.model.get_output_embeddings()
-            in_chunks = head is not None and row.sampled_ids_P.numel() * head.weight.shape[0] > LOGITS_AT_ONCE
+            in_chunks = head is not None and row.target_ids_P.numel() * head.weight.shape[0] > LOGITS_AT_ONCE
         if in_chunks and self._chunked is not None:
             return self._chunked(row)
-        return token_logprobs(self._forward(row), row.sampled_ids_P, self._temperature)
+        return token_logprobs(self._forward(row), row.target_ids_P, self._temperature)
 
     @cached_property
     def _chunked(self) -> ChunkedHead | None:
@@ -161,6 +162,7 @@ class FrozenModelScorer:
 
     def score(self, segments: Sequence[Segment]) -> list[list[float]]:
         """For each segment, the log-probabilities of its sampled tokens in order of position."""
+        segments = [replace(segment, supervised=()) for segment in segments]
         scores: list[list[float]] = [[] for _ in segments]
         for indices in pack([len(segment.token_ids) for segment in segments], self._budget):
             row = PackedRow.of([segments[i] for i in indices], self._device, waste=MAX_PADDING_WASTE)
@@ -171,6 +173,6 @@ class FrozenModelScorer:
 
     @torch.no_grad()
     def row_logprobs(self, row: PackedRow) -> Tensor:
-        """The log-probabilities (P,) of the sampled tokens of one packed row."""
+        """The log-probabilities (P,) of the trained tokens of one packed row."""
         with self._initial():
             return self._row_logprobs(row)[0]

@@ -16,13 +16,15 @@ objectives have the gradient of plain REINFORCE, -A * grad log pi for each token
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from pipelinerl.config.correction import SEQUENCE_WEIGHTS, Correction, clip_range, resolve
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
+from pipelinerl.errors import UserError
+from pipelinerl.user_code import find_function, names_a_function
 
 DEFAULT_CORRECTION = CorrectionConfig()
 MAX_LOG_RATIO = 20.0
@@ -42,14 +44,14 @@ class LossInputs:
     behaviour_logprobs_N: torch.Tensor
     """log mu(token), as the engine recorded it when it sampled the token."""
     advantages_N: torch.Tensor
-    """The advantage of each token's rollout."""
+    """The advantage of each token: mostly one number for all tokens of a rollout."""
     lags_N: torch.Tensor
     """Optimizer steps between the weights that sampled a token and the weights being trained: integers >= 0."""
     sequence_N: torch.Tensor
     """Index of the token's rollout in this micro-batch: int64 in [0, sequence_count)."""
     sequence_count: int
     reference_logprobs_N: torch.Tensor | None = None
-    """log-probabilities under the reference model; only the KL penalty reads them."""
+    """log-probabilities under the reference model or teacher; only the KL term reads them."""
 
     @property
     def log_ratio_N(self) -> torch.Tensor:
@@ -82,11 +84,16 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def make_loss(trainer: TrainerConfig, correction: CorrectionConfig = DEFAULT_CORRECTION) -> Loss:
-    """The loss of a run file: the objective, its correction, and the weighted penalties (drift, KL)."""
+    """The loss of a run file: the objective, its correction, and the weighted penalties (drift, KL).
+
+    Raises EnvironmentSetupError if `trainer.loss` names a function that can't be loaded.
+    """
     resolved, dual_clip = resolve(trainer, correction), trainer.dual_clip
     objective: Loss
     if trainer.loss == "reinforce":
         objective = partial(reinforce, correction=resolved)
+    elif names_a_function(trainer.loss):
+        objective = partial(_users, function=find_function(trainer.loss), name=trainer.loss)
     else:
         low, high = clip_range(trainer)
         objective = {
@@ -95,11 +102,17 @@ def make_loss(trainer: TrainerConfig, correction: CorrectionConfig = DEFAULT_COR
             "cispo": partial(cispo, clip_low=low, clip_high=high),
             "decoupled": partial(decoupled, correction=resolved, clip_low=low, clip_high=high, dual_clip=dual_clip),
         }[trainer.loss]
-    return partial(_loss, objective=objective, correction=resolved, kl_coefficient=trainer.kl_coefficient)
+    return partial(_loss, objective=objective, correction=resolved, trainer=trainer)
 
 
-def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, kl_coefficient: float) -> LossOutput:
-    """Raises ValueError for a KL penalty without reference log-probabilities."""
+def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, trainer: TrainerConfig) -> LossOutput:
+    """Raises ValueError for a KL term without reference log-probabilities."""
+    coefficient, reference_N = trainer.kl_coefficient, inputs.reference_logprobs_N
+    if coefficient > 0 and reference_N is None:
+        raise ValueError(f"a KL coefficient of {coefficient} needs reference log-probabilities, and the samples have none")
+    if reference_N is not None and trainer.kl_estimator == "k1":
+        kl_N = kl_estimate(inputs.logprobs_N.detach(), reference_N)
+        inputs = replace(inputs, advantages_N=inputs.advantages_N - coefficient * kl_N)
     output = objective(inputs)
     loss_N, masked_N, truncated_N = output.loss_N, output.masked_N, output.truncated_N
     kept_N = kept_tokens(inputs, correction)
@@ -107,12 +120,8 @@ def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, kl_coe
         loss_N, masked_N, truncated_N = torch.where(kept_N, loss_N, 0.0), masked_N | ~kept_N, truncated_N & kept_N
     if correction.drift > 0:  # the gradient, 2 log r * grad log pi, pulls pi back to mu
         loss_N = loss_N + correction.drift * inputs.log_ratio_N.square()
-    if kl_coefficient > 0:
-        if inputs.reference_logprobs_N is None:
-            raise ValueError(
-                f"a KL coefficient of {kl_coefficient} needs reference log-probabilities, and the samples have none"
-            )
-        loss_N = loss_N + kl_coefficient * kl_penalty(inputs.logprobs_N, inputs.reference_logprobs_N)
+    if reference_N is not None and trainer.kl_estimator == "k3":
+        loss_N = loss_N + coefficient * kl_penalty(inputs.logprobs_N, reference_N)
     return LossOutput(loss_N, masked_N, truncated_N)
 
 
@@ -214,6 +223,30 @@ def clipped_surrogate(
         masked_N = masked_N | bounded_N
     masked_N = masked_N | (log_ratio_N > MAX_LOG_RATIO)
     return LossOutput(-weight_N * advantages_N, masked_N, torch.zeros_like(masked_N))
+
+
+def _users(inputs: LossInputs, *, function: Callable[[LossInputs], LossOutput | torch.Tensor], name: str) -> LossOutput:
+    """What a function of the user returns: the terms (N,), or a `LossOutput`. Raises UserError for anything else."""
+    output = function(inputs)
+    if isinstance(output, torch.Tensor):
+        none_N = torch.zeros_like(inputs.advantages_N, dtype=torch.bool)
+        output = LossOutput(output, none_N, none_N)
+    wanted, shape = inputs.logprobs_N.shape, getattr(getattr(output, "loss_N", None), "shape", None)
+    if shape != wanted:
+        found = f"a {type(output).__name__}" if shape is None else f"terms of shape {tuple(shape)}"
+        raise UserError(f"trainer.loss: {name} returned {found}, not one term per token, a tensor {tuple(wanted)}")
+    return output
+
+
+def kl_estimate(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """The k1 estimate of KL(pi || reference) at each token, log pi - log reference, within +-`MAX_LOG_RATIO`.
+
+    As a part of the advantage, its policy gradient is that of KL(pi || reference) at the contexts that were sampled: the
+    expectation over pi of (log pi - log reference) * grad log pi. Of a teacher, this is on-policy distillation (Agarwal et
+    al., arXiv 2306.13649; as an advantage per token: Thinking Machines, "On-Policy Distillation", 2025). log pi is that of
+    the weights being trained, so an old token is compared with the policy of now; its importance weight corrects the rest.
+    """
+    return (logprobs_N - reference_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_penalty(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,16 +65,23 @@ def padded_bins(lengths: Sequence[Sequence[int]], budget: int) -> list[list[int]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The P sampled tokens of the samples, in order, and `row`, the packed batch that computes their logits."""
+    """The N sampled tokens of the samples, in order. `row` computes the logits of all P trained tokens."""
 
     row: PackedRow
-    behaviour_logprobs_P: Tensor
-    advantages_P: Tensor
-    lags_P: Tensor
-    sequence_P: Tensor
+    behaviour_logprobs_N: Tensor
+    advantages_N: Tensor
+    lags_N: Tensor
+    sequence_N: Tensor
     """Index in the micro-batch of the sample that a token belongs to."""
     sequence_count: int
-    reference_logprobs_P: Tensor | None
+    reference_logprobs_N: Tensor | None
+    sampled_N: Tensor | None = None
+    """Index of each sampled token among the trained ones. None: all are sampled."""
+    supervised: tuple[Tensor, Tensor] | None = None
+    """The indices of the C supervised tokens among the trained ones, and the weights of their cross-entropy."""
+
+    def of_sampled(self, values_P: Tensor) -> Tensor:
+        return values_P if self.sampled_N is None else values_P[self.sampled_N]
 
     @classmethod
     def of(
@@ -85,14 +92,29 @@ class MicroBatch:
         Reference log-probabilities are set if all samples have them.
         """
         reference = [sample.reference_logprobs for sample in samples]
+        segments = [one for sample in samples for one in sample.segments]
         counts_S = torch.tensor([sample.sampled_count for sample in samples])
         batch = cls(
-            row=PackedRow.on_host([one for sample in samples for one in sample.segments], device, waste),
-            behaviour_logprobs_P=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]),
-            advantages_P=torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts_S),
-            lags_P=torch.tensor([version - token for sample in samples for token in sample.versions]),
-            sequence_P=torch.arange(len(samples)).repeat_interleave(counts_S),
+            row=PackedRow.on_host(segments, device, waste),
+            behaviour_logprobs_N=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]),
+            advantages_N=_advantages(samples, counts_S),
+            lags_N=torch.tensor([version - one for sample in samples for one in sample.versions], dtype=torch.long),
+            sequence_N=torch.arange(len(samples)).repeat_interleave(counts_S),
             sequence_count=len(samples),
-            reference_logprobs_P=None if None in reference else torch.tensor([lp for lps in reference if lps for lp in lps]),
+            reference_logprobs_N=None if None in reference else torch.tensor([lp for lps in reference if lps for lp in lps]),
         )
+        if any(one.supervised for one in segments):
+            sampled_P = torch.tensor(
+                [at in places for one in segments for places in [{*one.sampled_positions}] for at in one.trained_positions]
+            )
+            weights_C = torch.tensor([s.supervised_weight for s in samples for _ in range(s.supervised_count)])
+            batch = replace(batch, sampled_N=sampled_P.nonzero()[:, 0], supervised=((~sampled_P).nonzero()[:, 0], weights_C))
         return uploaded(batch, device)
+
+
+def _advantages(samples: Sequence[TrainingSample], counts_S: Tensor) -> Tensor:
+    """The advantage of each sampled token (N,)."""
+    if not any(isinstance(sample.advantage, tuple) for sample in samples):
+        return torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts_S)
+    streams = (s.advantage if isinstance(s.advantage, tuple) else [s.advantage] * s.sampled_count for s in samples)
+    return torch.tensor([advantage for stream in streams for advantage in stream])

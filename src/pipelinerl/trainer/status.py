@@ -210,14 +210,17 @@ def batch_statistics(samples: Sequence[TrainingSample], dropped: Sequence[Droppe
 
 def trained_sample(sample: TrainingSample, version: int) -> TrainedSample:
     """The record of a rollout that the weights of `version` were trained on."""
-    content = msgspec.msgpack.encode((sample.segments, sample.versions))
+    segments = [msgspec.structs.replace(one, supervised=()) if one.supervised else one for one in sample.segments]
+    content, credit = msgspec.msgpack.encode((segments, sample.versions)), sample.advantage
+    by_token = isinstance(credit, tuple)
     return TrainedSample(
         id=sample.id,
         group_index=sample.group_index,
         tokens=sample.sampled_count,
         lag_min=version - max(sample.versions),
         lag_max=version - min(sample.versions),
-        advantage=sample.advantage,
+        advantage=fmean(credit or [0.0]) if isinstance(credit, tuple) else credit,
+        advantages_digest=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(credit)) if by_token else "",
         tokens_digest=xxhash.xxh3_64_hexdigest(content),
         logprobs_digest=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(sample.behaviour_logprobs)),
     )

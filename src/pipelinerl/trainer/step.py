@@ -164,14 +164,15 @@ class Learner:
         log-probability or the gradient is not finite (the weights are then unchanged), or if a weight is not finite after
         the step.
         """
-        used = [s for s in samples if s.advantage != 0.0 or not self._skip_zero_advantage]
-        by_tokens = self._config.loss_normalization == "tokens"
-        normalizer = max(1, sum(s.sampled_count for s in samples)) if by_tokens else len(samples)
+        used = [s for s in samples if s.has_gradient or not self._skip_zero_advantage]
+        normalizer = len(samples)
+        if self._config.loss_normalization == "tokens":
+            normalizer = sum(s.sampled_count for s in samples) or sum(s.supervised_count for s in samples) or 1
         micro_batches, sums = self._differentiate(used, version, normalizer, on_micro_batch)
         loss = float(sums.loss)
         metrics, rate, stepped = self._decide(sums.stats, loss, version)
         norm = self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm) if stepped else None
-        tokens, trained = sum(s.length for s in used), sum(s.sampled_count for s in used)
+        tokens, trained = sum(s.length for s in used), sum(s.sampled_count + s.supervised_count for s in used)
         return StepResult(
             stepped=stepped,
             samples=len(samples),
@@ -235,33 +236,38 @@ class Learner:
     def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
         """Forward and backward of one micro-batch."""
         batch = MicroBatch.of(samples, version=version, device=self._device, waste=self._waste)
-        reference_logprobs_P = self._reference_logprobs(batch)
+        reference_logprobs_N = self._reference_logprobs(batch)
         logprobs_P, entropy_P = self._row_logprobs(batch.row)
+        logprobs_N, entropy_N = batch.of_sampled(logprobs_P), batch.of_sampled(entropy_P)
         inputs = LossInputs(
-            logprobs_N=logprobs_P,
-            behaviour_logprobs_N=batch.behaviour_logprobs_P,
-            advantages_N=batch.advantages_P,
-            lags_N=batch.lags_P,
-            sequence_N=batch.sequence_P,
+            logprobs_N=logprobs_N,
+            behaviour_logprobs_N=batch.behaviour_logprobs_N,
+            advantages_N=batch.advantages_N,
+            lags_N=batch.lags_N,
+            sequence_N=batch.sequence_N,
             sequence_count=batch.sequence_count,
-            reference_logprobs_N=reference_logprobs_P,
+            reference_logprobs_N=reference_logprobs_N,
         )
         output = self._loss(inputs)
-        part = output.loss_N.sum() / normalizer
+        total = output.loss_N.sum()
+        if batch.supervised is not None:
+            places_C, weights_C = batch.supervised
+            total = total - (weights_C * logprobs_P[places_C]).sum()
+        part = total / normalizer
         part.backward()  # type: ignore[no-untyped-call]
-        log_ratio_P = inputs.log_ratio_N.detach()
+        log_ratio_N = inputs.log_ratio_N.detach()
         sums.stats.add(
-            log_ratio_P,
+            log_ratio_N,
             output.masked_N,
             output.truncated_N,
-            entropy_P,
-            batch.lags_P,
-            inputs.sums_by_sequence(torch.ones_like(batch.sequence_P))[batch.sequence_P],
-            inputs.sums_by_sequence(log_ratio_P)[batch.sequence_P],
+            entropy_N,
+            batch.lags_N,
+            inputs.sums_by_sequence(torch.ones_like(batch.sequence_N))[batch.sequence_N],
+            inputs.sums_by_sequence(log_ratio_N)[batch.sequence_N],
         )
         sums.loss += part.detach()
         sums.cells += batch.row.cells
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        """Of the reference model of a KL penalty (P,)."""
-        return batch.reference_logprobs_P
+        """Of the reference model of a KL term (N,)."""
+        return batch.reference_logprobs_N

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.user.code import import_code
 from pipelinerl.types import Problem
+from pipelinerl.user_code import import_code
 from tests.unit.environments.env_client import COUNTDOWN, TOKENIZER, rollout
 
 read_expression = import_code(f"{Path(__file__).parents[3]}/examples/expressions.py").read_expression

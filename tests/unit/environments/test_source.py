@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from pipelinerl.environments.user.code import find_function, import_code
 from pipelinerl.environments.user.source import name_by_file
 from pipelinerl.errors import UserError
+from pipelinerl.user_code import find_function, import_code
 
 CELLS = (
     "import math as m\nfrom pathlib import Path\nBONUS = {'right': 1.0}\nopened = open(__import__('os').devnull)",

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.environments.user.code import is_unreachable, names_a_function, run_to_end, score_of
+from pipelinerl.environments.user.code import is_unreachable, run_to_end, score_of
 from pipelinerl.environments.user.function import FunctionOptions, Functions
 from pipelinerl.errors import RolloutError
 from pipelinerl.types import finite
+from pipelinerl.user_code import names_a_function
 
 PAIR = (0.5, {"digits": 3, "short": np.bool_(True)})
 WANTED = "a number, a dict of 'reward' and other numbers, or (reward, dict)"

@@ -183,7 +183,7 @@ def test_excluded_tokens_have_no_part_in_entropy_or_gradient(head_chunk: int) ->
 def test_only_more_logits_than_a_limit_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     forward = training_forward(model)
-    logits = row().sampled_ids_P.numel() * VOCABULARY
+    logits = row().target_ids_P.numel() * VOCABULARY
     kept: list[int] = []
     plain = logprobs.token_logprobs
     monkeypatch.setattr(logprobs, "token_logprobs", lambda *arguments: kept.append(1) or plain(*arguments))
@@ -244,7 +244,7 @@ def mean_gap(name: str, *, head: bool) -> torch.Tensor:
     segments, theirs = generated(LocalEngine(engine, slots=8, max_length=64, flatten=False), 16)
     use_packed_attention(trained)
     row = PackedRow.of(segments)
-    ours, _ = token_logprobs(TrainingForward(trained)(row), row.sampled_ids_P, 1.0)
+    ours, _ = token_logprobs(TrainingForward(trained)(row), row.target_ids_P, 1.0)
     return (ours - theirs).abs().mean()
 
 

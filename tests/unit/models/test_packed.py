@@ -93,7 +93,7 @@ def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: 
     weighted_sum(packed_PV).backward()
     actual = gradients(model)
 
-    assert row.sampled_ids_P.tolist() == [s.token_ids[p] for s in segments for p in s.sampled_positions]
+    assert row.target_ids_P.tolist() == [s.token_ids[p] for s in segments for p in s.sampled_positions]
     torch.testing.assert_close(packed_PV, alone_PV, atol=1e-5, rtol=0)
     assert actual.keys() == expected.keys()
     # The model's own attention takes its softmax in float32, so both agree to float32 rounding of the largest gradient.
@@ -202,7 +202,7 @@ def test_the_head_computes_only_the_logits_that_are_asked_for() -> None:
     model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][..., 0].numel()))
     row = PackedRow.of(segments)
     padded_logits(model, row)
-    assert sum(seen) == len(row.sampled_ids_P)
+    assert sum(seen) == len(row.target_ids_P)
     assert len(seen) == len(row.buckets)
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.schema import PreprocessConfig
 from pipelinerl.errors import RolloutError
-from pipelinerl.preprocess.preprocessor import STD_EPSILON, advantages, join_turns, prepare
+from pipelinerl.preprocess.advantages import STD_EPSILON, advantages
+from pipelinerl.preprocess.preprocessor import join_turns, prepare
 from pipelinerl.types import FinishReason, Rollout, Segment, Turn, VersionSpan, spans_from_versions
 from tests.unit.group_parts import group, turn
 

@@ -23,10 +23,11 @@ from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall,
 from verifiers.utils.env_utils import env_module_name
 
 from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation
-from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread, is_unreachable
+from pipelinerl.environments.user.code import in_daemon_thread, is_unreachable
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.types import Problem, Rollout
+from pipelinerl.user_code import describe, find_function
 
 # ---- loading: by name, or by a function in a user's file
 

@@ -23,18 +23,12 @@ from pipelinerl.environments.data import ProblemSet, canonical, read_split
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask, listed
 from pipelinerl.environments.prompts import Message, with_system, wrong_chat
 from pipelinerl.environments.single_turn import Score
-from pipelinerl.environments.user.code import (
-    TOTAL,
-    describe,
-    find_function,
-    is_unreachable,
-    names_a_function,
-    score_of,
-)
+from pipelinerl.environments.user.code import TOTAL, is_unreachable, score_of
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits, retried
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout, Turn, finite
+from pipelinerl.user_code import describe, find_function, names_a_function
 
 GROUP_REWARD = "group_reward"
 """The name of that function in errors, and of the metric."""

@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pipelinerl.environments.user.code import (
-    LINE_SIGNAL,
-    OUT_OF_MEMORY,
-    FunctionCall,
-    Limits,
-    Reply,
-    Start,
-    TaskSource,
-)
+from pipelinerl.environments.user.code import LINE_SIGNAL, OUT_OF_MEMORY, FunctionCall, Limits, Reply, Start, TaskSource
 from pipelinerl.errors import INVALID_DATA, EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.process.child import ChildProcess

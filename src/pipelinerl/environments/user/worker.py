@@ -33,9 +33,6 @@ from pipelinerl.environments.user.code import (
     Reply,
     Start,
     TaskSource,
-    UserFunction,
-    describe,
-    find_function,
     is_unreachable,
     plain,
 )
@@ -43,6 +40,7 @@ from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import Tokenizer
 from pipelinerl.process import take_stdin
 from pipelinerl.types import Problem, finite
+from pipelinerl.user_code import UserFunction, describe, find_function
 
 
 def main(argument: str) -> int:

@@ -21,7 +21,7 @@ from pipelinerl.actor.actor import open_limit
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.errors import RunDirectoryError
 from pipelinerl.experiments.planner.calibration import Calibration, LengthDistribution, Utilisation, prompt_tokens_mean
-from pipelinerl.preprocess.preprocessor import advantages
+from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.report.curves import begin_s
 from pipelinerl.report.series import measure, rates_after, read_groups, read_run
 from pipelinerl.schedule import Schedule, make_schedule, stream_capacity
@@ -204,11 +204,12 @@ def read_workload(run_dir: Path, config: RunConfig) -> ReplayedWorkload:
     if not groups:
         raise RunDirectoryError(f"{run_dir} has no finished group of {config.actor.group_size} attempts")
     preprocess = config.preprocess
-    all_used = preprocess.zero_advantage == "keep" or config.trainer.kl_coefficient > 0
+    by_reward = preprocess.advantage in ("group_mean", "leave_one_out")
+    all_used = preprocess.zero_advantage == "keep" or config.trainer.kl_coefficient > 0 or not by_reward
     works = {}
     for group in groups:
         rewards = [rollout.reward for rollout in group.rollouts]
-        values = advantages(rewards, baseline=preprocess.advantage, normalize_std=preprocess.normalize_std)
+        values = advantages(rewards, baseline="group_mean")  # the others are 0 for the same rollouts
         zero_dropped, cut_dropped = preprocess.zero_advantage == "drop", preprocess.overlong == "drop"
         cut = [rollout.turns[-1].completion.finish_reason == "length" for rollout in group.rollouts]
         works[group.index] = GroupWork(

@@ -169,7 +169,8 @@ def recorded_samples(
     prepared: dict[int, list[dict[str, TrainingSample]]] = {}
     left = Counter(sample.group_index for batch in batches for sample in batch.samples)
     path, parts = run.run.recorded, {"tokens or versions": "tokens_digest", "log-probs": "logprobs_digest"}
-    parts["advantages"] = "advantage"
+    of_credit = {"advantages": "advantage", "advantages of tokens": "advantages_digest"}
+    parts |= of_credit
 
     def sample_of(recorded: TrainedSample, version: int) -> TrainingSample:
         index = recorded.group_index
@@ -188,7 +189,7 @@ def recorded_samples(
             del prepared[index]
         if not choices:
             raise RunDirectoryError(f"step {version} trained on rollout {recorded.id}, which is not in {path}")
-        odd, sample = next((pair for pair in choices if not {*pair[0]} - {"advantages"}), choices[0])
+        odd, sample = next((pair for pair in choices if not {*pair[0]} - of_credit.keys()), choices[0])
         if changed is not None and odd:
             changed(recorded.id, version, " and ".join(odd))
         return sample

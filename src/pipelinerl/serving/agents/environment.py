@@ -16,11 +16,12 @@ from pipelinerl.environments.data import ProblemSet, by_payload, read_split
 from pipelinerl.environments.options import Arguments, Files, Inner, Options
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.environments.user.code import describe, find_function, in_daemon_thread, score_of
+from pipelinerl.environments.user.code import in_daemon_thread, score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
 from pipelinerl.types import Problem, Rollout
+from pipelinerl.user_code import describe, find_function
 
 API_KEY = "rollout"
 """A placeholder, as clients of OpenAI's API require a key. Requests are authorised by the secret in their address."""

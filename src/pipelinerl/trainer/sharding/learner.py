@@ -227,7 +227,9 @@ class ShardedLearner(Learner):
         (self._forward(row).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        return batch.reference_logprobs_P if self._reference is None else self._reference.row_logprobs(batch.row)
+        if self._reference is None:
+            return batch.reference_logprobs_N
+        return batch.of_sampled(self._reference.row_logprobs(batch.row))
 
 
 def _of_all(own: Sums, counts: Sequence[int], rank: int) -> Sums:
