@@ -139,7 +139,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield f"actor.top_p: {actor.top_p} {why} 1"
     if actor.top_k > 0:
         yield f"actor.top_k: {actor.top_k} {why} 0"
-    if actor.group_size == 1:
+    if actor.group_size == 1 and config.preprocess.advantage in ("group_mean", "leave_one_out"):
         yield f"actor.group_size: with one attempt `{config.preprocess.advantage}` leaves no signal; set it to 2 or more"
     if longest is not None and actor.max_tokens >= longest:
         yield (
@@ -163,6 +163,13 @@ def _trainer(config: RunConfig) -> Iterator[str]:
             f"preprocess.zero_advantage: with {key} above 0, samples of zero advantage have a gradient too, which `skip` "
             "would ignore; set it to keep (or to drop, to leave such samples out)"
         )
+    preprocess = config.preprocess
+    if trainer.kl_estimator != "k3" and not trainer.kl_coefficient:
+        yield "trainer.kl_estimator: there is no KL term without trainer.kl_coefficient; set it above 0"
+    if preprocess.advantage == "none" and not (trainer.kl_coefficient or preprocess.observation_weight):
+        yield "preprocess.advantage: with `none` there is nothing to learn from; set trainer.kl_coefficient above 0"
+    if preprocess.normalize_std and preprocess.advantage not in ("group_mean", "leave_one_out"):
+        yield f"preprocess.normalize_std: `{preprocess.advantage}` has no effect of it; set it to false"
     if evaluation.every and not evaluation.problems:
         yield "evaluation.every: there are no problems to evaluate with; set evaluation.problems, or evaluation.every to 0"
     if evaluation.sets and not evaluation.problems:

@@ -25,13 +25,14 @@ from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import find_class, make_environment, notes_of
 from pipelinerl.environments.single_turn import SingleTurn
-from pipelinerl.errors import EnvironmentSetupError, PipelineRLError
+from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RolloutError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.checks import TryoutMessage, TryoutReport
 from pipelinerl.models.contract import read_contract
-from pipelinerl.types import Completion, GenerationRequest, Rollout, SamplingParams, TokenEvent, VersionSpan
-from pipelinerl.user_code import find_function
+from pipelinerl.preprocess.advantages import make_advantages
+from pipelinerl.types import Completion, GenerationRequest, Group, Rollout, SamplingParams, TokenEvent, VersionSpan
+from pipelinerl.user_code import find_function, names_a_function
 
 SHOWN_CHARACTERS = 80
 WORD = "banana"
@@ -107,6 +108,21 @@ async def play_first(
     return engine.requests[0], played
 
 
+def try_functions(config: RunConfig, environment: Environment, played: Rollout) -> None:
+    """Raises UserError if the user's function of `preprocess.advantage` or `trainer.loss` fails on made-up rewards."""
+    if names_a_function(config.preprocess.advantage):
+        pair = (msgspec.structs.replace(played, id=f"g0.a{reward}", reward=float(reward)) for reward in (0, 1))
+        group = Group(index=0, problem=environment.problem(0), rollouts=tuple(pair), started=2)
+        try:
+            make_advantages(config.preprocess)(group)
+        except RolloutError as error:
+            raise EnvironmentSetupError(f"{error} (tried with two empty answers)") from error
+    if names_a_function(config.trainer.loss):
+        from pipelinerl.trainer.losses import try_loss  # noqa: PLC0415 - few runs have one
+
+        try_loss(config.trainer, config.correction)
+
+
 async def try_environment(
     config: RunConfig, send: Callable[[TryoutMessage], None], *, attempts: bool = True
 ) -> TryoutReport:
@@ -136,6 +152,7 @@ async def try_environment(
         return TryoutReport(lines=tuple(lines))
     send("tries the first problem with an empty answer")
     first, played = await play_first(config, environment, tokenizer, min(contract.stop_token_ids, default=0))
+    try_functions(config, environment, played)
     prompt, longest = tokenizer.decode(first.prompt_ids), slot_length(model, config.engine.max_length)
     shown = prompt if len(prompt) <= SHOWN_CHARACTERS else f"{prompt[:SHOWN_CHARACTERS]}..."
     fits = config.engine.urls or len(first.prompt_ids) + first.sampling.max_tokens <= longest  # servers have own slots

@@ -24,7 +24,7 @@ import torch
 from pipelinerl.config.correction import SEQUENCE_WEIGHTS, Correction, clip_range, resolve
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import UserError
-from pipelinerl.user_code import find_function, names_a_function
+from pipelinerl.user_code import describe, find_function, names_a_function
 
 DEFAULT_CORRECTION = CorrectionConfig()
 MAX_LOG_RATIO = 20.0
@@ -107,7 +107,8 @@ def make_loss(trainer: TrainerConfig, correction: CorrectionConfig = DEFAULT_COR
 
 def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, trainer: TrainerConfig) -> LossOutput:
     """Raises ValueError for a KL term without reference log-probabilities."""
-    coefficient, reference_N = trainer.kl_coefficient, inputs.reference_logprobs_N
+    coefficient = trainer.kl_coefficient
+    reference_N = inputs.reference_logprobs_N if coefficient > 0 else None
     if coefficient > 0 and reference_N is None:
         raise ValueError(f"a KL coefficient of {coefficient} needs reference log-probabilities, and the samples have none")
     if reference_N is not None and trainer.kl_estimator == "k1":
@@ -223,6 +224,30 @@ def clipped_surrogate(
         masked_N = masked_N | bounded_N
     masked_N = masked_N | (log_ratio_N > MAX_LOG_RATIO)
     return LossOutput(-weight_N * advantages_N, masked_N, torch.zeros_like(masked_N))
+
+
+def try_loss(trainer: TrainerConfig, correction: CorrectionConfig) -> None:
+    """Raises UserError if `trainer.loss`, a function, fails for five tokens of two rollouts, three of them stale."""
+    logprobs_N = torch.linspace(-3.0, -0.1, 5, requires_grad=True)
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        behaviour_logprobs_N=torch.linspace(-2.8, -0.2, 5),
+        advantages_N=torch.tensor([0.5, 0.5, 0.5, -0.5, -0.5]),
+        lags_N=torch.tensor([0, 1, 2, 0, 3]),
+        sequence_N=torch.tensor([0, 0, 0, 1, 1]),
+        sequence_count=2,
+        reference_logprobs_N=torch.linspace(-2.9, -0.3, 5) if trainer.kl_coefficient else None,
+    )
+    try:
+        loss = make_loss(trainer, correction)(inputs).loss_N.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"trainer.loss, tried with five tokens: {describe(error, trainer.loss)}") from error
+    gradient_N = logprobs_N.grad
+    if gradient_N is None or not gradient_N.isfinite().all() or not gradient_N.any() or not loss.isfinite():
+        raise UserError(f"trainer.loss, tried with five tokens: {trainer.loss} has no finite loss, or no gradient")
 
 
 def _users(inputs: LossInputs, *, function: Callable[[LossInputs], LossOutput | torch.Tensor], name: str) -> LossOutput:

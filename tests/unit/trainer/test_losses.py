@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
-from pipelinerl.trainer.losses import Loss, LossInputs, LossOutput, kl_penalty, make_loss
+from pipelinerl.errors import UserError
+from pipelinerl.trainer.losses import Loss, LossInputs, LossOutput, kl_penalty, make_loss, try_loss
 
 LOW, HIGH, DUAL = 0.2, 0.3, 1.4
 
@@ -279,3 +281,93 @@ def test_the_kl_penalty_is_added_with_its_coefficient(recipe: str) -> None:
     torch.testing.assert_close(with_penalty.loss_N, without.loss_N + 0.25 * expected_N)
     with pytest.raises(ValueError, match="reference log-probabilities"):
         loss_of(recipe, kl_coefficient=0.25)(dataclasses.replace(inputs, reference_logprobs_N=None))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_k1_takes_its_share_of_each_tokens_advantage(recipe: str) -> None:
+    inputs = make_inputs(LENGTHS)
+    pairs = zip(inputs.logprobs_N.tolist(), inputs.reference_logprobs_N.tolist(), strict=True)
+    credit = [a - 0.3 * (pi - ref) for a, (pi, ref) in zip(inputs.advantages_N.tolist(), pairs, strict=True)]
+    changed = dataclasses.replace(inputs, advantages_N=torch.tensor(credit, dtype=torch.float64))
+    with_kl = loss_of(recipe, kl_coefficient=0.3, kl_estimator="k1")
+    torch.testing.assert_close(with_kl(inputs).loss_N, loss_of(recipe)(changed).loss_N, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient_of(with_kl, inputs), gradient_of(loss_of(recipe), changed), rtol=1e-12, atol=1e-12)
+
+
+def test_in_expectation_k1_has_the_gradient_of_the_divergence_of_the_policy_and_k3_of_the_reference() -> None:
+    """One token of each kind, sampled from a policy mu of the past, with the weights pi / mu."""
+    rng = np.random.default_rng(0)
+    logits_V = torch.tensor(rng.normal(size=20), requires_grad=True)
+    reference_V, past_V = (torch.tensor(rng.dirichlet(np.ones(20))).log() for _ in range(2))
+
+    def found(estimator: str, samples_V: torch.Tensor) -> torch.Tensor:
+        """The expected gradient of the loss, over samples from this distribution (its logarithms)."""
+        inputs = LossInputs(
+            logprobs_N=logits_V.log_softmax(0),
+            behaviour_logprobs_N=samples_V,
+            advantages_N=torch.zeros(20),
+            lags_N=torch.ones(20, dtype=torch.int64),
+            sequence_N=torch.arange(20),
+            sequence_count=20,
+            reference_logprobs_N=reference_V,
+        )
+        loss = make_loss(config("reinforce", kl_coefficient=1.0, kl_estimator=estimator), CorrectionConfig(token="none"))
+        return torch.autograd.grad((samples_V.exp() * loss(inputs).loss_N).sum(), logits_V)[0]
+
+    policy_V = logits_V.log_softmax(0)
+    reverse = (policy_V.exp() * (policy_V - reference_V)).sum()
+    forward = (reference_V.exp() * (reference_V - policy_V)).sum()
+    expected = {"k1": torch.autograd.grad(reverse, logits_V, retain_graph=True)[0]}
+    expected["k3"] = torch.autograd.grad(forward, logits_V)[0]
+    torch.testing.assert_close(found("k1", past_V), expected["k1"], rtol=1e-12, atol=1e-12)
+    for estimator, gradient in expected.items():
+        torch.testing.assert_close(found(estimator, policy_V.detach()), gradient, rtol=1e-12, atol=1e-12)
+
+
+USERS = """
+import torch
+def plain(inputs):
+    return -inputs.advantages_N * inputs.log_ratio_N.exp()
+def summed(inputs):
+    return plain(inputs).sum()
+def flat(inputs):
+    return inputs.advantages_N
+def broken(inputs):
+    return plain(inputs) / 0
+def odd(inputs):
+    return inputs.rewards_N
+def nothing(inputs):
+    return None
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> str:
+    file = tmp_path / "losses.py"
+    file.write_text(USERS)
+    return str(file)
+
+
+def test_a_function_of_the_user_is_an_objective_like_any_other(users: str) -> None:
+    inputs, correction = make_inputs(LENGTHS), CorrectionConfig(token="mask", token_high=1.3, drift=0.1)
+    own = make_loss(config(f"{users}:plain", kl_coefficient=0.2), correction)
+    built_in = make_loss(config("reinforce", kl_coefficient=0.2), correction)
+    torch.testing.assert_close(gradient_of(own, inputs), gradient_of(built_in, inputs))
+    assert own(inputs).masked_N.equal(built_in(inputs).masked_N)
+    try_loss(config(f"{users}:plain", kl_coefficient=0.2), correction)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("summed", r"terms of shape \(\).*a tensor \(5,\)"),
+        ("flat", "does not require grad"),
+        ("broken", "no finite loss"),
+        ("odd", r"losses.py, line \d+: AttributeError.*rewards_N"),
+        ("nothing", "returned a NoneType"),
+        ("missing", "no function 'missing'"),
+    ],
+)
+def test_a_wrong_function_is_refused_before_the_run(users: str, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        try_loss(config(f"{users}:{name}"), CorrectionConfig())

@@ -112,6 +112,64 @@ def test_a_step_equals_the_sum_over_single_sequences_for_any_micro_batch(budget:
         torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)
 
 
+def credit_by_token(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples with an advantage for each token, and with supervised tokens where the others have context."""
+    generator = torch.Generator().manual_seed(9)
+    found = []
+    for number, sample in enumerate(samples):
+        credit = tuple(torch.randn(sample.sampled_count, generator=generator).tolist()) if number % 2 else sample.advantage
+        segments = [
+            msgspec.structs.replace(one, supervised=((1, 2), *((a, b) for a, b in [(4, 5)] if number % 3 == 0)))
+            for one in sample.segments
+        ]
+        changes = {"advantage": credit, "segments": tuple(segments), "supervised_weight": 0.1 * number}
+        found.append(msgspec.structs.replace(sample, **changes))
+    return found
+
+
+@pytest.mark.parametrize("budget", [1, 77])
+def test_tokens_with_own_advantages_and_given_tokens_have_the_gradient_of_their_formula(budget: int) -> None:
+    model = make_model()
+    samples = credit_by_token(make_samples(model))
+    normalizer = sum(sample.sampled_count for sample in samples)
+    for sample in samples:
+        logprobs_N = own_logprobs(model, sample.segments)
+        credit_N = torch.tensor(sample.advantage).expand(len(logprobs_N))
+        ratio_N = (logprobs_N.detach() - torch.tensor(sample.behaviour_logprobs)).exp()
+        given = [msgspec.structs.replace(one, sampled=one.supervised) for one in sample.segments]
+        loss = -(ratio_N.clamp(max=5.0) * credit_N * logprobs_N).sum()
+        ((loss - sample.supervised_weight * own_logprobs(model, given).sum()) / normalizer).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    result = learner(model, micro_batch_tokens=budget).step(samples, version=3)
+    assert result.samples_skipped == 0  # the one without credit has given tokens with a weight
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)
+
+
+def test_a_step_on_given_tokens_alone_is_cross_entropy() -> None:
+    model = make_model()
+    ids = [(1, 5, 9, 2, 7, 7), (3, 3, 8)]
+    samples = [
+        TrainingSample(
+            id=str(number),
+            group_index=number,
+            segments=(Segment(token_ids=one, sampled=(), supervised=((2, len(one)),)),),
+            behaviour_logprobs=(),
+            versions=(),
+            advantage=0.0,
+            reward=0.0,
+        )
+        for number, one in enumerate(ids)
+    ]
+    given = [Segment(token_ids=one, sampled=((2, len(one)),)) for one in ids]
+    expected = -own_logprobs(model, given).mean()
+    result = learner(model).step(samples, version=0)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert (result.tokens_trained, result.tokens_context, result.metrics) == (5, 4, None)
+    assert result.stepped
+
+
 def test_recomputing_activations_changes_nothing_and_drops_nothing_out() -> None:
     plain, recomputing = make_model(), make_model(attention_dropout=0.5)
     samples = make_samples(plain)
