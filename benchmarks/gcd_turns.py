@@ -11,9 +11,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pipelinerl.environments.prompts import encode_prompt, text_decoder
+from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.environments.tasks import gcd
 from pipelinerl.interfaces import GenerationClient, Tokenizer
+from pipelinerl.models.encoding import encode_prompt
 from pipelinerl.types import Problem, Rollout, Turn
 
 TURN_TOKENS = 6

@@ -53,10 +53,12 @@ class CalculatorOptions(Options, frozen=True):
     """Options of the model's chat template, such as `{enable_thinking: false}`."""
     max_turns: Annotated[int, Field(ge=1)] = 4
     """Turns of the model, including the answer."""
+    call_reward: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Part of the reward that a turn earns with the first call whose result is the right number."""
 
 
 class Calculator(ToolTask):
-    """Reward: 1 for the right number, else 0. A tenth of the problems is held out for evaluation."""
+    """Reward: 1 for the right number, else 0, or a part of it. A tenth of the problems is held out for evaluation."""
 
     Options = CalculatorOptions
     isolate_reward = False  # this reward is quick and safe: it needs no processes with limits
@@ -82,8 +84,18 @@ class Calculator(ToolTask):
     def prompt(self, problem: Problem) -> Sequence[ChatMessage]:
         return with_system(self.options.system, [{"role": "user", "content": f"What is {problem.payload['expression']}?"}])
 
-    def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> float:
-        return float(answer_in(answer)[0] == problem.payload["value"])
+    def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> Any:
+        right, part = answer_in(answer)[0] == problem.payload["value"], self.options.call_reward
+        if not part:
+            return float(right)
+        turns = [0.0] * sum(message["role"] == "assistant" for message in messages)
+        turn = -1
+        for message in messages:
+            turn += message["role"] == "assistant"
+            if message["role"] == "tool" and message["content"] == str(problem.payload["value"]):
+                turns[turn] = part
+                break
+        return {"reward": sum(turns) + (1 - part) * right, "turns": turns, "right": float(right)}
 
     def draw(self, rng: random.Random, name: str, *, held_out: bool) -> Problem:
         while True:

@@ -16,11 +16,11 @@ from pydantic import Field, Strict
 
 from pipelinerl.config.schema import ShareBelowOne
 from pipelinerl.environments.options import QuestionOptions, QuestionTask, bounds_of
-from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import is_held_out
 from pipelinerl.environments.tasks.numbers import last_boxed
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
+from pipelinerl.models.encoding import Message
 from pipelinerl.types import Problem
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)

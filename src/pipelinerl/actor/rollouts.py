@@ -182,7 +182,11 @@ def _check_turn(turn: object, number: int, produced: Mapping[str, Turn]) -> Turn
     if not isinstance(turn.text, str):
         raise RolloutError(f"turn {number}: `text` is {type_name(turn.text)}, not a string")
     text = turn.text.encode(errors="replace").decode()  # a lone surrogate can't be written as JSON
-    return Turn(prompt_ids=prompt_ids, completion=completion, text=text)
+    reward = None if turn.reward is None else finite(turn.reward, f"the reward of turn {number}")
+    teachers = tuple(turn.teacher_prompt_ids)
+    if not all(isinstance(token, int) and token >= 0 for token in teachers):
+        raise RolloutError(f"turn {number}: `teacher_prompt_ids` are not token ids")
+    return Turn(prompt_ids=prompt_ids, completion=completion, text=text, reward=reward, teacher_prompt_ids=teachers)
 
 
 async def score(

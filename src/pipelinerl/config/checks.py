@@ -166,6 +166,12 @@ def _trainer(config: RunConfig) -> Iterator[str]:
     preprocess = config.preprocess
     if trainer.kl_estimator != "k3" and not trainer.kl_coefficient:
         yield "trainer.kl_estimator: there is no KL term without trainer.kl_coefficient; set it above 0"
+    if trainer.teacher and not trainer.kl_coefficient:
+        yield "trainer.teacher: a teacher needs the KL term; set trainer.kl_coefficient above 0"
+    if trainer.teacher_is_server and config.actor.temperature != 1:
+        yield "trainer.teacher: a server scores at temperature 1; set actor.temperature to 1"
+    if trainer.teacher_key_env and not trainer.teacher_is_server:
+        yield "trainer.teacher_key_env: trainer.teacher is no server; set it to null"
     if preprocess.advantage == "none" and not (trainer.kl_coefficient or preprocess.observation_weight):
         yield "preprocess.advantage: with `none` there is nothing to learn from; set trainer.kl_coefficient above 0"
     if preprocess.normalize_std and preprocess.advantage not in ("group_mean", "leave_one_out"):

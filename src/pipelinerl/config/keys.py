@@ -277,7 +277,8 @@ def _documented(key: Key, value: Any) -> str:
 
 
 def _values(key: Key) -> str:
-    return f"Takes {in_words(key.schema)}. Default: {spell(key.schema['default'])}"
+    default = f"Default: {spell(key.schema['default'])}" if "default" in key.schema else "It must be set"
+    return f"Takes {in_words(key.schema)}. {default}"
 
 
 def in_words(schema: dict[str, Any]) -> str:

@@ -262,9 +262,26 @@ class CorrectionConfig(Section, frozen=True):
     """Weight of the penalty (log r)^2 on all sampled tokens, including masked ones; 1e-3 is usual."""
 
 
+class WarmStartConfig(Section, frozen=True):
+    """Steps of supervised training on given answers, before the first weights are published as version 0."""
+
+    data: str
+    """File of JSON lines: `{"prompt": ..., "completion": ...}`, or `{"messages": [...]}`, whose assistant's messages are
+    trained on.
+    """
+    steps: Count = 20
+    """Optimizer steps."""
+    batch_size: Count = 32
+    """Examples per step."""
+    learning_rate: Positive = 1e-5
+    """Learning rate of these steps."""
+
+
 class TrainerConfig(Section, frozen=True):
     steps: Count = 100
     """Optimizer steps to take."""
+    warm_start: WarmStartConfig | None = None
+    """Supervised training before the first step, like `{data: chats.jsonl, steps: 20}`. null: none."""
     batch_size: Count = 64
     """B, rollouts per optimizer step. A group may be split between two steps: its advantages are computed before."""
     loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled"] | UserFunction = "reinforce"
@@ -290,6 +307,12 @@ class TrainerConfig(Section, frozen=True):
     """Weight of the KL term to the initial model, or to the `teacher`. Above 0 it costs a forward pass and a copy of the
     model; with LoRA only the former.
     """
+    teacher: str | None = None
+    """The reference model of the KL term, with the vocabulary of the trained model: a folder, hub id or run, or the URL of
+    `pipelinerl serve` or vLLM. null: the initial model.
+    """
+    teacher_key_env: str | None = None
+    """Environment variable with the API key of the server of `teacher`."""
     kl_estimator: Literal["k3", "k1"] = "k3"
     """`k3`: a penalty in the loss, whose gradient is in expectation the one of KL(reference || pi). `k1`: log pi - log
     reference is subtracted from each token's advantage, which gives the gradient of KL(pi || reference).
@@ -315,6 +338,10 @@ class TrainerConfig(Section, frozen=True):
     head_chunk: Natural | Literal["auto"] = "auto"
     """Compute the logits of this many tokens at a time, and again in the backward pass: less memory for more computation.
     `auto`: 128 (GPU: 1024) for micro-batches with more than 2^28 logits, else all at once. 0: always all at once.
+    """
+    gradient_cosine: bool = False
+    """Record the cosine of each step's gradient and the previous one's: the metric `gradient_cosine`. It costs a copy of the
+    gradients.
     """
     ess_threshold: ShareBelowOne = 0.0
     """If a batch's normalised effective sample size is below this, no step is taken: the batch and all stale rollouts are
@@ -346,6 +373,19 @@ class TrainerConfig(Section, frozen=True):
     """ranks above 1: free each layer's gathered weights after its forward pass and gather them again for the backward pass.
     false: faster, but needs memory for all weights.
     """
+
+    @property
+    def teacher_is_server(self) -> bool:
+        return bool(self.teacher and self.teacher.startswith(("http://", "https://")))
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether a process of the run computes with a reference model."""
+        return self.kl_coefficient > 0 and not self.teacher_is_server
+
+    def reference(self, model: ModelConfig) -> ModelConfig:
+        """The reference model of the KL term of a run with this model."""
+        return model.model_copy(update={"path": self.teacher or model.path, "lora": None})
 
     def rank_device(self, rank: int) -> str:
         """Where a rank computes: GPUs are counted from the configured one on."""

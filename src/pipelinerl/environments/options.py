@@ -12,10 +12,11 @@ from typing import Annotated, Any, Self, TypeAlias
 from pydantic import Field, JsonValue, ValidationError
 
 from pipelinerl.config.schema import Count, Section
-from pipelinerl.environments.prompts import Message, check_template_options, has_chat_template, with_system
+from pipelinerl.environments.prompts import check_template_options, with_system
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
+from pipelinerl.models.encoding import Message, has_chat_template
 
 Files: TypeAlias = str | Annotated[list[str], Field(min_length=1)]
 """A file (JSON lines, a JSON array, or Parquet, by its suffix), a data set (`dataset:...`), or a list of them."""

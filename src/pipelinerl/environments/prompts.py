@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import PART, Tokenizer
+from pipelinerl.models.encoding import NO_OPTIONS, Message, encode_prompt, plain_backend
 
-Message = Mapping[str, str]
-"""One message of a chat: `{"role": "user", "content": "..."}`."""
-
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 _OWN_OPTIONS = ("messages", "tools", "add_generation_prompt")
 ASSISTANTS = ("assistant", "model", "gpt", "ai", "bot", "chatbot")
@@ -22,42 +18,6 @@ MOST_HELD = 16
 """Tokens that a stream holds back for the rest of a character. A character has at most four bytes."""
 
 # ---- prompts
-
-
-def has_chat_template(tokenizer: Tokenizer) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def encode_prompt(
-    tokenizer: Tokenizer, prompt: str | Sequence[Message], template_options: Mapping[str, Any] = NO_OPTIONS
-) -> tuple[int, ...]:
-    """The ids of a text for the model to continue, or of chat messages in its chat template with these options.
-
-    A text gets the tokens that the model expects before it, unless it brings them itself, and none after it: some tokenizers
-    add the end of a text. Raises ValueError for messages if the tokenizer has no chat template.
-    """
-    if isinstance(prompt, str):
-        backend = _plain_backend(tokenizer, "encode", "_encode_plus")
-        plain = backend is not None and backend.truncation is None and backend.padding is None
-        whole, text = (
-            tuple(backend.encode(prompt, add_special_tokens=special).ids)
-            if plain
-            else tuple(tokenizer.encode(prompt, add_special_tokens=special))
-            for special in (True, False)
-        )
-        starts = (start for start in range(len(whole) - len(text) + 1) if whole[start : start + len(text)] == text)
-        start = next(starts, None) if text else None
-        if start is None:  # nothing to go by
-            return whole
-        before = whole[:start]
-        return text if text[:start] == before else before + text
-    if not has_chat_template(tokenizer):
-        raise ValueError("the model's tokenizer has no chat template: give the prompt as plain text")
-    messages = [dict(message) for message in prompt]
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=True, return_dict=True, **template_options
-    )
-    return tuple(map(int, encoded["input_ids"]))
 
 
 def with_system(system: str, messages: list[Message]) -> list[Message]:
@@ -132,7 +92,7 @@ def plain_decoder(tokenizer: Tokenizer, special: bool = False) -> Callable[[Sequ
 
     `decode` spends two thirds of its time on checking the type of every id, and every rollout calls it.
     """
-    backend = _plain_backend(tokenizer, "decode", "_decode")
+    backend = plain_backend(tokenizer, "decode", "_decode")
     slow = backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True)
     hidden = set[object]() if special else None
 
@@ -144,15 +104,6 @@ def plain_decoder(tokenizer: Tokenizer, special: bool = False) -> Callable[[Sequ
         return str((tokenizer if slow else backend).decode(shown, skip_special_tokens=False)) if shown else ""
 
     return decode
-
-
-def _plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:
-    """The Rust backend of a fast tokenizer whose methods `outer` and `inner` are not overridden; else None."""
-    kind = type(tokenizer)
-    modules = [getattr(getattr(kind, method, None), "__module__", None) for method in (outer, inner)]
-    if modules != ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]:
-        return None
-    return getattr(tokenizer, "backend_tokenizer", None)
 
 
 class TextStream:

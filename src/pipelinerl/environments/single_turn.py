@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipelinerl.environments.prompts import NO_OPTIONS, Message, encode_prompt, text_decoder
+from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
+from pipelinerl.models.encoding import NO_OPTIONS, Message, encode_prompt
 from pipelinerl.types import Problem, Rollout, Turn
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class SingleTurn(Task):
     def prompt(self, problem: Problem) -> str | Sequence[Message]:
         """The prompt: a text for the model to continue, or chat messages."""
 
+    def teacher_prompt(self, problem: Problem) -> str | Sequence[Message] | None:  # noqa: ARG002 - for subclasses to use
+        """The prompt with which `trainer.teacher` scores answers, such as one with a hint. None: the model's prompt."""
+        return None
+
     async def judge(self, problem: Problem, turn: Turn) -> Score:
         """The score of the answer `turn.text`, which has no stop token: by default, what `reward` returns.
 
@@ -104,14 +109,22 @@ class SingleTurn(Task):
         return score_of(returned, "reward")
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        prompt = self.prompt(problem)
+        prompt_ids, teacher_prompt = self._encode(self.prompt(problem)), self.teacher_prompt(problem)
+        completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
+        turn = Turn(
+            prompt_ids=prompt_ids,
+            completion=completion,
+            text=self._decode(completion.answer_ids),
+            teacher_prompt_ids=() if teacher_prompt is None else self._encode(teacher_prompt),
+        )
+        reward, metrics = await self.judge(problem, turn)
+        return Rollout(turns=(turn,), reward=reward, metrics=dict(metrics))
+
+    def _encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
         key = prompt if isinstance(prompt, str) else repr(prompt)
         prompt_ids = self._prompt_ids.get(key)
         if prompt_ids is None:  # encoding is the slowest step here, and the attempts of a group share a prompt
             while len(self._prompt_ids) >= CACHED_PROMPTS:
                 del self._prompt_ids[next(iter(self._prompt_ids))]
             prompt_ids = self._prompt_ids[key] = encode_prompt(self.tokenizer, prompt, self.template_options)
-        completion = await client.generate(prompt_ids, max_tokens=self.max_tokens)
-        turn = Turn(prompt_ids=prompt_ids, completion=completion, text=self._decode(completion.answer_ids))
-        reward, metrics = await self.judge(problem, turn)
-        return Rollout(turns=(turn,), reward=reward, metrics=dict(metrics))
+        return prompt_ids

@@ -11,9 +11,10 @@ import torch
 from pipelinerl.actor.rollouts import sampling_of
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.engine import LocalEngine
-from pipelinerl.environments.prompts import TextStream, encode_or_refuse, has_chat_template, text_decoder
+from pipelinerl.environments.prompts import TextStream, encode_or_refuse, text_decoder
 from pipelinerl.errors import PromptTooLongError, UserError
 from pipelinerl.experiments.evaluate.models import find_targets
+from pipelinerl.models.encoding import has_chat_template
 from pipelinerl.models.loading import load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.types import GenerationRequest
 

@@ -130,9 +130,11 @@ def try_environment(config: RunConfig, forks: ForkServer | None = None, *, attem
 
 
 def inputs_of(config: RunConfig) -> dict[str, str]:
-    """Path -> checksum of each file that `environment` names: data, and code with its rewards. Not what the code imports."""
+    """Path -> checksum of each file of data and code that the configuration names. Not what the code imports."""
     found: dict[str, str] = {}
     values: list[Any] = [config.environment.kind, config.environment.args, config.evaluation.sets]
+    values += [config.preprocess.advantage, config.trainer.loss]
+    values += [config.trainer.warm_start.data] if config.trainer.warm_start else []
     while values:
         value = values.pop()
         if isinstance(value, dict | list):

@@ -25,12 +25,14 @@ from pipelinerl.config.load import config_from_yaml
 from pipelinerl.config.schema import RunConfig
 from pipelinerl.environments.registry import find_class, make_environment, notes_of
 from pipelinerl.environments.single_turn import SingleTurn
-from pipelinerl.errors import EnvironmentSetupError, PipelineRLError, RolloutError
+from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError, RolloutError
 from pipelinerl.interfaces import Environment, ScoresGroups, Tokenizer
 from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.checks import TryoutMessage, TryoutReport
+from pipelinerl.launch.stages.preprocessing import server_scorer
 from pipelinerl.models.contract import read_contract
 from pipelinerl.preprocess.advantages import make_advantages
+from pipelinerl.preprocess.warm_start import read_examples
 from pipelinerl.types import Completion, GenerationRequest, Group, Rollout, SamplingParams, TokenEvent, VersionSpan
 from pipelinerl.user_code import find_function, names_a_function
 
@@ -141,6 +143,14 @@ async def try_environment(
     from pipelinerl.models.loading import load_config, load_tokenizer, slot_length  # noqa: PLC0415 - as above
 
     tokenizer = load_tokenizer(config.model)
+    server = server_scorer(config)
+    if (teacher := config.trainer.teacher) and server is None:
+        send("loads the teacher's tokenizer")
+        if load_tokenizer(config.trainer.reference(config.model)).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(f"trainer.teacher: {teacher} has another vocabulary than {config.model.path}")
+    if config.trainer.warm_start:
+        send("reads the examples of the warm start")
+        read_examples(config.trainer.warm_start, tokenizer)
     contract = read_contract(model := load_config(config.model), tokenizer, config.engine.max_length)
     send("builds the environment")
     began_s = time.monotonic()
@@ -153,6 +163,9 @@ async def try_environment(
     send("tries the first problem with an empty answer")
     first, played = await play_first(config, environment, tokenizer, min(contract.stop_token_ids, default=0))
     try_functions(config, environment, played)
+    if server is not None:
+        send("asks the teacher")
+        server.check(tokenizer, first.prompt_ids)
     prompt, longest = tokenizer.decode(first.prompt_ids), slot_length(model, config.engine.max_length)
     shown = prompt if len(prompt) <= SHOWN_CHARACTERS else f"{prompt[:SHOWN_CHARACTERS]}..."
     fits = config.engine.urls or len(first.prompt_ids) + first.sampling.max_tokens <= longest  # servers have own slots

@@ -67,6 +67,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     entropy_mean            mean entropy in nats of pi's distributions at the sampled tokens' positions
     on_policy_gap           largest |log pi - log mu| over tokens of lag 0. Zero up to numerics if engine and trainer agree,
                             except in sequences that span an update with kept KV entries
+    gradient_cosine         cosine of the gradient and the previous step's, with `trainer.gradient_cosine`. Gradients of
+                            fresh data are nearly orthogonal; staleness aligns them (GAC, arXiv 2603.01501)
     train_s, wait_s         time in the step, and time that the trainer waited for its data before the step
     publish_s               part of train_s: copying the weights for the engines. Includes waiting for the answers to the
                             previous update
@@ -114,6 +116,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight_max: float | None = None
     on_policy_gap: float | None = None
     grad_norm: float | None = None
+    gradient_cosine: float | None = None
     learning_rate: float | None = None
     train_s: float = 0.0
     wait_s: float = 0.0

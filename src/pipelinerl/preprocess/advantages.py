@@ -105,6 +105,29 @@ def turn_advantages(
     return [[float(value) / (STD_EPSILON + deviation) for value in values] for values in found]
 
 
+def minimum_variance(group: Group) -> list[float]:
+    """R_i less the baseline of the others with the smallest variance: the mean of R_j, weighted by |grad log mu(y_j)|^2.
+
+    The on-policy case of VCPO's baseline (arXiv 2602.17616), which also has the squared importance ratios; these are not
+    known before the step. A gradient's squared norm is taken to be the sum of (1 - mu)^2 over its tokens, the square of the
+    sampled token's entry of the gradient with respect to the logits (after Li et al., arXiv 2602.07078). Unlike theirs, the
+    baseline leaves out rollout i, so that the gradient stays unbiased. For `preprocess.advantage:
+    pipelinerl.preprocess.advantages:minimum_variance`. 0 for a group of one.
+    """
+    norms = [
+        sum((1 - math.exp(min(0.0, logprob))) ** 2 for turn in rollout.turns for logprob in turn.completion.logprobs)
+        for rollout in group.rollouts
+    ]
+    rewards = [_checked(rollout.reward) for rollout in group.rollouts]
+    found = []
+    for i, reward in enumerate(rewards):
+        others = [j for j in range(len(rewards)) if j != i]
+        total = sum(norms[j] for j in others)
+        weights = [norms[j] / total if total else 1 / len(others) for j in others]
+        found.append(reward - sum(w * rewards[j] for w, j in zip(weights, others, strict=True)) if others else 0.0)
+    return found
+
+
 def _checked(reward: float) -> float:
     if not abs(reward) <= MAX_REWARD:  # true for NaN too
         raise ValueError(f"reward {reward} is not a finite number between -{MAX_REWARD:g} and {MAX_REWARD:g}")

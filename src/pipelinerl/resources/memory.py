@@ -72,7 +72,8 @@ def predict(config: RunConfig, shape: ModelShape, gpus: Mapping[str, Sequence[in
         processes |= dict.fromkeys(generation_roles(config), computing if engine.kind == "local" else [])
         processes |= dict.fromkeys(server_roles(config), computing)
         if config.launch.preprocessor == "process":
-            processes[PREPROCESSING] = [Use(REFERENCE, size * (trainer.kl_coefficient > 0), trainer.rank_device(0))]
+            reference = size * (shape.teacher or shape.parameters) // shape.parameters * trainer.loads_reference
+            processes[PREPROCESSING] = [Use(REFERENCE, reference, trainer.rank_device(0))]
         processes |= {role: _trainer(config, shape, rank) for rank, role in enumerate([TRAINING, *rank_roles(config)])}
     found = []
     for role, uses in processes.items():
@@ -147,7 +148,7 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
     inputs = item * shape.layers * shape.hidden
     kept = inputs + kept_of_layer if trainer.gradient_checkpointing else shape.layers * kept_of_layer
     published = size if lora is None else item * sum(map(prod, adapted))  # merged copies of the layers with adapters
-    refers = trainer.kl_coefficient > 0 and config.launch.preprocessor != "process" and lora is None
+    refers = trainer.loads_reference and config.launch.preprocessor != "process" and bool(trainer.teacher or lora is None)
     sent = (3 if config.weights.encoding == "delta" else 1) * (config.weights.kind == "collective")
     head = 4 * shape.vocabulary * shape.hidden * (item != 4)
     # The logits of a micro-batch; or those of a chunk, with two temporaries, and the head's gradient in float32.
@@ -168,7 +169,7 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
         Use("activations", int(ALLOCATOR * tokens * kept), device, varies=True),
         Use("logits", logits, device, varies=True),
         Use("head in float32", head * (config.model.head_dtype is not None), device),  # made for each forward
-        Use(REFERENCE, -(-size // ranks) * refers, device),  # with adapters, it is the model without them
+        Use(REFERENCE, -(-item * (shape.teacher or shape.parameters) // ranks) * refers, device),
         Use("staged weights", sent * size * (rank == 0), device),
     ]
 

@@ -67,7 +67,7 @@ def roles_of(config: RunConfig) -> list[Role]:
         beside, at = roles[-1].name if on_trainer else None, None if trainer_at is None else trainer_at + rank
         roles.append(Role(name, on_trainer, trainer.threads, beside, at))
     if config.launch.preprocessor == "process":
-        gpus, at = (on_trainer, trainer_at) if trainer.kl_coefficient else (0, None)
+        gpus, at = (on_trainer, trainer_at) if trainer.loads_reference else (0, None)
         roles.append(Role(PREPROCESSING, gpus, PREPROCESSING_THREADS, TRAINING, at))
     roles += [Role(name, on_engine * engine.vllm_workers, engine.threads, at=engine_at) for name in server_roles(config)]
     gpus, cpus, at = (on_engine, engine.threads, engine_at) if engine.kind == "local" else (0, 1, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class ModelShape:
     is also the embedding if the two are `tied`). `query_width` is heads times head size. `kv_width` is the width of what all
     layers keep of a token: keys and values as attention receives them. `state` is the size of a sequence's recurrent and
     convolution states. `feed_forward` is the inner width of a layer's MLP (the sum over all experts that a token goes
-    through). `max_length` is None if the config does not give it.
+    through). `max_length` is None if the config does not give it. `teacher` are the parameters of `trainer.teacher`, if any.
     """
 
     parameters: int
@@ -45,6 +45,7 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     max_length: int | None
+    teacher: int = 0
 
     def slot_length(self, asked: int | None) -> int:
         """Longest prompt + completion of a slot, in tokens: `asked`, or else the model's maximum, at most `LONGEST_SLOT`."""
@@ -56,7 +57,13 @@ def shape_of(config: RunConfig) -> ModelShape | None:
 
     Raises ModelLoadError if there is no model.
     """
-    path = find_model(config.model.path)
+    shape, trainer = _shape_at(config.model.path), config.trainer
+    teacher = _shape_at(trainer.teacher) if trainer.teacher and not trainer.teacher_is_server else None
+    return replace(shape, teacher=teacher.parameters) if shape and teacher else shape
+
+
+def _shape_at(given: str) -> ModelShape | None:
+    path = find_model(given)
     folder = path if Path(path).is_dir() else downloaded(path)
     try:
         return None if folder is None else read_shape(Path(folder))

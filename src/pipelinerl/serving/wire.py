@@ -2,6 +2,7 @@
 
     GET  /info                    ServerInfo
     POST /generate                GenerationRequest -> Completion; with `stream`, lines: TokenLine ... CompletionLine
+    POST /score                   ScoreRequest -> Scores, of the weights that the server has between two of its steps
     POST /init_process_group      ProcessGroupRequest -> {}, once the group is formed
     POST /request_weight_update   WeightUpdateRequest -> UpdateReceipt
     any error                     ErrorBody, with a status in `STATUS`; in a stream, the last line
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipelinerl.types import Completion, TokenEvent, VersionSpan, versions_from_spans
+from pipelinerl.types import Completion, Segment, TokenEvent, VersionSpan, versions_from_spans
 
 STATUS = {
     "bad_request": 400,  # the request can never be served
@@ -47,6 +48,18 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     in_progress: int
     queued: int
     decode_steps: int = 0
+
+
+class ScoreRequest(msgspec.Struct, frozen=True):
+    """Asks for the log-probabilities of the sampled tokens of these segments, at temperature 1."""
+
+    segments: tuple[Segment, ...]
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """For each segment, the log-probabilities of its sampled tokens in order of position."""
+
+    logprobs: list[list[float]]
 
 
 class ProcessGroupRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,8 +150,10 @@ class FrozenModelScorer:
         head_chunk: int | Literal["auto"] = "auto",
         several_ranks: bool = False,
     ) -> None:
+        forward = training_forward(model)
+        self.padded = forward.padded
         self._row_logprobs = RowLogprobs(
-            training_forward(model), temperature=temperature, head_chunk=head_chunk, several_ranks=several_ranks
+            forward, temperature=temperature, head_chunk=head_chunk, several_ranks=several_ranks
         )
         model.eval()
         if lora is None:

@@ -34,6 +34,7 @@ class Optimizer:
         others = [p for p in self._masters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, fused=True)
+        self._before: list[Tensor] = []
 
     def zero_grad(self) -> None:
         """Set all gradients to zero (not None, so that a parameter without a gradient still moves by its momentum)."""
@@ -83,6 +84,21 @@ class Optimizer:
                 f"{learning_rate:g} (the first is {broken[0]}); lower trainer.learning_rate"
             )
         return value
+
+    def cosine(self) -> float | None:
+        """The cosine of this step's gradient and the previous step's; None in the first step. To be called before `step`."""
+        now = [local(master.grad).clone() for master in self._masters.values() if master.grad is not None]
+        before, self._before = self._before, now
+        pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(now, before, strict=False)]
+        parts = [torch.stack([a @ b, a @ a, b @ b]) for a, b in pairs]
+        if not parts:
+            return None
+        product, *squares = self._of_all(torch.stack(parts).sum(0)).tolist()
+        return float(product / math.sqrt(math.prod(squares))) if all(squares) else 0.0
+
+    def _of_all(self, sums: Tensor) -> Tensor:
+        """The sums over all ranks."""
+        return sums
 
     def _not_finite(self) -> list[str]:
         """Names of the weights with a value that is not finite."""

@@ -59,6 +59,7 @@ class StepResult:
     metrics: dict[str, Any] | None
     learning_rate: float
     grad_norm: float | None = None
+    gradient_cosine: float | None = None
 
     def measured(self) -> dict[str, Any]:
         """The numbers by their names in `metrics.records.StepRecord`."""
@@ -156,9 +157,13 @@ class Learner:
         return self._forward(PackedRow.of(segments, self._device, waste=self._waste))
 
     def step(
-        self, samples: Sequence[TrainingSample], version: int, on_micro_batch: OnMicroBatch | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        version: int,
+        on_micro_batch: OnMicroBatch | None = None,
+        rate: float | None = None,
     ) -> StepResult:
-        """Take the step from `version` to `version + 1` on these samples.
+        """Take the step from `version` to `version + 1` on these samples, with the learning rate `rate` or the schedule's.
 
         `on_micro_batch(done, total)` is called after each micro-batch. Raises TrainingDivergedError if the loss, a
         log-probability or the gradient is not finite (the weights are then unchanged), or if a weight is not finite after
@@ -170,7 +175,8 @@ class Learner:
             normalizer = sum(s.sampled_count for s in samples) or sum(s.supervised_count for s in samples) or 1
         micro_batches, sums = self._differentiate(used, version, normalizer, on_micro_batch)
         loss = float(sums.loss)
-        metrics, rate, stepped = self._decide(sums.stats, loss, version)
+        metrics, rate, stepped = self._decide(sums.stats, loss, rate or learning_rate(self._config, version))
+        cosine = self.optimizer.cosine() if stepped and self._config.gradient_cosine else None
         norm = self.optimizer.step(learning_rate=rate, max_grad_norm=self._config.max_grad_norm) if stepped else None
         tokens, trained = sum(s.length for s in used), sum(s.sampled_count + s.supervised_count for s in used)
         return StepResult(
@@ -185,6 +191,7 @@ class Learner:
             metrics=metrics,
             learning_rate=rate,
             grad_norm=norm,
+            gradient_cosine=cosine,
         )
 
     def _differentiate(
@@ -197,10 +204,10 @@ class Learner:
         batches = [[used[index] for index in indices] for indices in bins]
         return len(batches), self._accumulate_all(batches, len(batches), version, normalizer, on_micro_batch)
 
-    def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[dict[str, Any] | None, float, bool]:
+    def _decide(self, stats: OnPolicyStats, loss: float, rate: float) -> tuple[dict[str, Any] | None, float, bool]:
         """The metrics of the step, its learning rate, and whether it is taken.
 
-        The rate is the schedule's; with `trainer.ess_lr: sqrt`, times the root of the batch's effective sample size. The
+        With `trainer.ess_lr: sqrt`, the rate is multiplied by the root of the batch's effective sample size. The
         variance of an importance-weighted gradient equals the variance of an on-policy batch of ESS times the size, and
         AdamW's learning rate scales with the square root of the batch size (VCPO, arXiv 2602.17616). VCPO divides by the ESS
         of on-policy data, which is 1 for the weights pi / mu.
@@ -212,7 +219,7 @@ class Learner:
         if not math.isfinite(loss):
             raise TrainingDivergedError(f"the loss is {loss}: lower trainer.learning_rate, or check the rewards")
         ess = 1.0 if metrics is None else metrics["ess"]
-        rate = learning_rate(self._config, version) * (math.sqrt(ess) if self._config.ess_lr == "sqrt" else 1.0)
+        rate *= math.sqrt(ess) if self._config.ess_lr == "sqrt" else 1.0
         return metrics, rate, metrics is None or ess >= self._config.ess_threshold
 
     def _accumulate_all(

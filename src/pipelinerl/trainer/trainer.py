@@ -12,6 +12,7 @@ unblocked by  the actor, when it writes groups to the stream
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,8 @@ from pipelinerl.trainer.status import TrainerOutput, TrainerStatus
 from pipelinerl.trainer.step import Learner, StepResult
 from pipelinerl.types import ENGINE, ProbeReading, Segment, TrainerProgress, TrainingSample
 
+_log = logging.getLogger(__name__)
+
 POLL_S = 0.002
 
 
@@ -45,6 +48,7 @@ class Trainer:
 
     `state` is of a checkpoint whose weights, optimizer and random numbers have been restored, or of a fresh run. `queue`
     must continue from its positions and counters. `checksum`: of these weights, if the run has published them before.
+    `warm_start`: batches for supervised steps before a fresh run, and their learning rate.
 
     Checkpoints go to the folder `checkpoints`, with the `tokenizer`. `check` raises PipelineRLError if this process may not
     write any more.
@@ -65,6 +69,7 @@ class Trainer:
         stopped: Callable[[], bool],
         check: Callable[[], object] = lambda: None,
         checksum: str | None = None,
+        warm_start: tuple[Iterable[Sequence[TrainingSample]], float] = ((), 0.0),
     ) -> None:
         self._config, self._learner, self._queue, self._schedule = config, learner, queue, schedule
         self._sender = sender
@@ -76,6 +81,7 @@ class Trainer:
         self._saved_version = state.version if state.version else -1
         self._published_version = -1
         self._counters = msgspec.structs.replace(state.counters)
+        self._warm_start = warm_start
         self._refused: list[list[TrainingSample]] = []  # by the ESS guard, since the last step
         self._finishing = ThreadPoolExecutor(1, "checkpoint")
         # The version and queue position of a checkpoint whose files are on their way to the disk.
@@ -114,7 +120,15 @@ class Trainer:
         return False
 
     def start(self) -> None:
-        """Publish the current weights, which engines need before they can generate."""
+        """Publish the current weights, which engines need before they can generate, after the warm start."""
+        batches, rate = self._warm_start
+        losses: list[float] = []
+        for number, samples in enumerate(batches, 1):
+            before = f", loss {losses[-1]:.4g} in the one before" if losses else ""
+            self._status.report("working", f"warm start, step {number}{before}", now=True)
+            losses.append(self._learner.step(samples, self._version, rate=rate).loss)
+        if losses:
+            _log.warning("warm start: %d steps, loss %.4g at first, %.4g at last", len(losses), losses[0], losses[-1])
         self._status.report("working", f"publishing the weights of version {self._version}", now=True)
         self._publish()
 

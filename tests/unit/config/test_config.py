@@ -206,6 +206,7 @@ def test_paths_are_found_beside_the_run_file_then_here(tmp_path: Path, monkeypat
 def other_value(schema: dict[str, Any], name: str = "") -> Any:
     """A value that is not the default of a key with this JSON schema."""
     named = {"url": "redis://h", "urls": ["http://a:1"], "place": {"training": "m"}, "sets": {"hard": {"a": 1}}}
+    named |= {"warm_start": {"data": "a.jsonl"}}
     match next((option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"), {}):
         case _ if name in named:
             value: Any = named[name]

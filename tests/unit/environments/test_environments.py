@@ -9,9 +9,10 @@ import pytest
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.environments import make_environment
-from pipelinerl.environments.prompts import encode_prompt, text_decoder
+from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.environments.tasks.gcd import GcdProblem, subtract_once
 from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.models.encoding import encode_prompt
 from pipelinerl.models.loading import load_tokenizer
 from tests.unit.environments.env_client import TOKENIZER, one_line, play
 from tests.unit.scripted_engine import STOP, CharTokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from pipelinerl.environments.prompts import encode_prompt
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError
+from pipelinerl.models.encoding import encode_prompt
 from tests.unit.chat_parts import CHATML, SamplingClient, make_tokenizer
 from tests.unit.environments.env_client import one_line
 from tests.unit.server_parts import byte_tokenizer

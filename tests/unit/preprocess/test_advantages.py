@@ -23,6 +23,7 @@ from pipelinerl.preprocess.advantages import (
     advantages,
     group_advantages,
     make_advantages,
+    minimum_variance,
     turn_advantages,
 )
 from pipelinerl.types import Group, Rollout
@@ -175,3 +176,19 @@ def test_what_is_no_advantage_is_an_error(tmp_path: Path, body: str, message: st
         credit_of(tmp_path, body)(PAIR)
     with pytest.raises(EnvironmentSetupError, match="no function 'other'"):
         make_advantages(PreprocessConfig(advantage=f"{tmp_path / 'credit.py'}:other"))
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.lists(st.floats(-5, 0), max_size=4)), min_size=1, max_size=5))
+def test_the_baseline_of_smallest_variance_weights_rewards_by_squared_norms(made: list[tuple[float, list[float]]]) -> None:
+    rollouts = [
+        Rollout(id=str(i), reward=reward, turns=(turn((9,), range(len(logprobs)), logprobs, 0),))
+        for i, (reward, logprobs) in enumerate(made)
+    ]
+    found = minimum_variance(group(9, rollouts))
+    norms = [sum((1 - math.exp(logprob)) ** 2 for logprob in logprobs) for _, logprobs in made]
+    for i, (reward, _) in enumerate(made):
+        others = [(norms[j], made[j][0]) for j in range(len(made)) if j != i]
+        total = sum(norm for norm, _ in others)
+        plain = fmean([other for _, other in others] or [reward])
+        baseline = sum(norm * other for norm, other in others) / total if total else plain
+        assert found[i] == pytest.approx(reward - baseline, rel=1e-9, abs=1e-9)

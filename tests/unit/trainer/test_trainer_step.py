@@ -381,3 +381,19 @@ def test_logprobs_entropy_and_gradient_equal_plain_torch(
     torch.testing.assert_close(actual_P, expected_P)
     torch.testing.assert_close(entropy_P, -(log_p_PV.exp() * log_p_PV).sum(-1).detach())
     torch.testing.assert_close(actual, expected)
+
+
+def test_the_cosine_of_successive_gradients() -> None:
+    model = make_model()
+    samples, before = make_samples(model), None
+    training = learner(model, gradient_cosine=True)
+    for version in range(3, 6):
+        result = training.step(samples[version:], version=version)
+        now = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
+        if before is None:
+            assert result.gradient_cosine is None
+        else:  # clipping scales a gradient, and leaves its direction
+            expected = torch.nn.functional.cosine_similarity(before, now, dim=0)
+            assert result.gradient_cosine == pytest.approx(expected.item(), abs=1e-5)
+        before = now
+    assert learner(make_model()).step(samples, version=3).gradient_cosine is None

@@ -28,9 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from pipelinerl.environments.prompts import encode_prompt, has_chat_template, text_decoder
+from pipelinerl.environments.prompts import text_decoder
 from pipelinerl.errors import RequestError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
+from pipelinerl.models.encoding import encode_prompt, has_chat_template
 from pipelinerl.types import Completion, Turn
 
 # ---- tool calls in generated text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as in Hermes and Qwen

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelinerl.environments.chat.conversation import ChatMessage, Conversation, ToolCall, ToolSchema
-from pipelinerl.environments.prompts import has_chat_template
 from pipelinerl.environments.single_turn import Score, Task
-from pipelinerl.environments.user.code import score_of
+from pipelinerl.environments.user.code import score_of, turn_rewards_of
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
+from pipelinerl.models.encoding import has_chat_template
 from pipelinerl.types import Problem, Rollout
 
 MAX_RESULT = 4000
@@ -67,13 +67,14 @@ async def use_tools(
     tools: Sequence[Tool],
     *,
     max_turns: int,
-    judge: Callable[[str, list[ChatMessage]], Awaitable[Score]],
+    judge: Callable[[str, list[ChatMessage]], Awaitable[tuple[Score, Sequence[float] | None]]],
 ) -> Rollout:
     """Let the model call tools until a turn has no tool calls or `max_turns` is reached.
 
-    `judge` gets the model's last text and the whole history. Metrics: its own, those of the conversation, `tool_calls`,
-    `tool_errors`, `out_of_turns` (the last allowed turn called a tool) and `out_of_context` (results left no room for
-    another turn). Raises PromptTooLongError only if the first prompt is too long.
+    `judge` gets the model's last text and the whole history. It returns the score, and what each turn earned of it, if it
+    knows this. Metrics: its own, those of the conversation, `tool_calls`, `tool_errors`, `out_of_turns` (the last allowed
+    turn called a tool) and `out_of_context` (results left no room for another turn). Raises PromptTooLongError only if the
+    first prompt is too long.
     """
     by_name = {tool.name: tool for tool in tools}
     conversation = Conversation(client, template_options=task.template_options)
@@ -100,8 +101,11 @@ async def use_tools(
             history.append({"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result})
     counts = {"tool_calls": calls, "tool_errors": errors, "out_of_turns": out_of_turns, "out_of_context": out_of_context}
     metrics = conversation.metrics | {name: float(count) for name, count in counts.items()}
-    reward, judged = await judge(answer, history)
-    return Rollout(turns=conversation.turns, reward=reward, metrics={**metrics, **judged})
+    (reward, judged), earned = await judge(answer, history)
+    turns = conversation.turns
+    if earned is not None:
+        turns = tuple(msgspec.structs.replace(turn, reward=one) for turn, one in zip(turns, earned, strict=True))
+    return Rollout(turns=turns, reward=reward, metrics={**metrics, **judged})
 
 
 async def _result(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
@@ -150,11 +154,17 @@ class ToolTask(Task):
 
     @abstractmethod
     def reward(self, problem: Problem, answer: str, messages: Sequence[ChatMessage]) -> Any:
-        """The reward for the model's last text `answer`. `messages` is the whole history."""
+        """The reward for the model's last text `answer`. `messages` is the whole history.
+
+        In a dict with the `reward`, a list `turns` says what each turn, a message of the assistant, earned of it. The rest
+        belongs to the last turn.
+        """
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
-        async def judge(answer: str, messages: list[ChatMessage]) -> Score:
-            return score_of(await self.call_reward(problem, answer, messages), "reward")
+        async def judge(answer: str, messages: list[ChatMessage]) -> tuple[Score, Sequence[float] | None]:
+            count = sum(message["role"] == "assistant" for message in messages[len(prompt) :])
+            value, earned = turn_rewards_of(await self.call_reward(problem, answer, messages), count)
+            return score_of(value, "reward"), earned
 
-        messages, tools = self.prompt(problem), self.tools(problem)
-        return await use_tools(self, client, messages, tools, max_turns=self.max_turns, judge=judge)
+        prompt, tools = self.prompt(problem), self.tools(problem)
+        return await use_tools(self, client, prompt, tools, max_turns=self.max_turns, judge=judge)

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from pipelinerl.config.schema import Count, Natural, NotNegative, Positive, ShareBelowOne
 from pipelinerl.environments.data import ProblemSet, Split, field_of, read_problems, split
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask
-from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import Score, is_held_out
 from pipelinerl.environments.tasks.judge import MAX_ANSWER, Judge
 from pipelinerl.environments.tasks.numbers import answer_in, last_boxed, number_of
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.interfaces import Tokenizer
+from pipelinerl.models.encoding import Message
 from pipelinerl.types import Problem, Turn
 
 QUESTION_FIELDS = ("question", "problem", "prompt", "Question", "Problem")

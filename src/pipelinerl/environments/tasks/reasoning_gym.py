@@ -14,12 +14,12 @@ import msgspec
 
 from pipelinerl.config.schema import Count, Positive
 from pipelinerl.environments.options import Arguments, QuestionOptions, QuestionTask
-from pipelinerl.environments.prompts import Message
 from pipelinerl.environments.single_turn import Score, is_held_out
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Tokenizer
+from pipelinerl.models.encoding import Message
 from pipelinerl.types import Problem, Turn, finite
 
 SYSTEM = "Work the problem out. Then give the final answer, and nothing else, between <answer> and </answer>."

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 T = TypeVar("T")
-TOTAL = "reward"
-"""The entry of a returned dict that is the reward. The others are metrics."""
+TOTAL, TURNS = "reward", "turns"
+"""Entries of a returned dict: the reward, and the parts of it that the turns earned. The others are metrics."""
 UNREACHABLE = (408, 429, 502, 503, 504)
 """Status codes of HTTP servers that may answer later."""
 _UNREACHABLE = re.compile("Connect|(API|Read|Write|Pool|Server)Timeout")
@@ -67,6 +67,17 @@ def score_of(value: object, name: str) -> tuple[float, dict[str, float]]:
         raise RolloutError(f"{name} returned a dict without {TOTAL!r}; it has {', '.join(map(str, value)) or 'nothing'}")
     metrics = {str(key): finite(entry, f"{name}[{key!r}]") for key, entry in value.items()}
     return metrics.pop(TOTAL), metrics
+
+
+def turn_rewards_of(value: object, count: int) -> tuple[object, tuple[float, ...] | None]:
+    """What a reward returned, without the rewards of the `count` turns if there are any, and these."""
+    if not isinstance(value, dict) or TURNS not in value:
+        return value, None
+    found = value[TURNS]
+    if not isinstance(found, list | tuple) or len(found) != count:
+        raise RolloutError(f"reward[{TURNS!r}] is {str(found)[:60]}, not a list of {count} numbers, one for each turn")
+    rest = {name: entry for name, entry in value.items() if name != TURNS}
+    return rest, tuple(finite(entry, f"reward[{TURNS!r}][{number}]") for number, entry in enumerate(found))
 
 
 # ---- calling user code in a thread. The imports are local because workers, which import this module, need to start fast.

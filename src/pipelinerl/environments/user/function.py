@@ -21,12 +21,13 @@ from pipelinerl.config.schema import Count, Natural, Positive, ShareBelowOne
 from pipelinerl.environments.chat.tool_use import ToolError, require_chat, tool_of, use_tools
 from pipelinerl.environments.data import ProblemSet, canonical, read_split
 from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask, listed
-from pipelinerl.environments.prompts import Message, with_system, wrong_chat
+from pipelinerl.environments.prompts import with_system, wrong_chat
 from pipelinerl.environments.single_turn import Score
 from pipelinerl.environments.user.code import TOTAL, is_unreachable, score_of
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits, retried
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
+from pipelinerl.models.encoding import Message
 from pipelinerl.types import Problem, Rollout, Turn, finite
 from pipelinerl.user_code import describe, find_function, names_a_function
 
@@ -268,7 +269,7 @@ class Tools(Function):
         prompt = self.prompt(problem)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
-        async def judge(answer: str, _: object) -> Score:
-            return await self._score(problem, answer)
+        async def judge(answer: str, _: object) -> tuple[Score, None]:
+            return await self._score(problem, answer), None
 
         return await use_tools(self, client, messages, self._tools, max_turns=self._max_turns, judge=judge)

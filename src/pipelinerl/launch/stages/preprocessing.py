@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pipelinerl.config.schema import RunConfig
+from pipelinerl.errors import UserError
 from pipelinerl.hub.client import HubClient, HubReader
 from pipelinerl.launch.session import Session
 from pipelinerl.preprocess.preprocessor import prepare, run_stage
@@ -17,6 +19,7 @@ from pipelinerl.types import PREPROCESSOR, TRAINER, Group, Prepared, goal_reache
 
 if TYPE_CHECKING:
     from pipelinerl.models.lora import LoraModel
+    from pipelinerl.serving.client.scoring import ServerScorer
 
 
 def run_preprocessing(session: Session, hub: HubClient) -> None:
@@ -28,27 +31,42 @@ def run_preprocessing(session: Session, hub: HubClient) -> None:
 
 
 def scores_in_the_step(config: RunConfig) -> bool:
-    """Whether the ranks of a sharded trainer compute with the reference model of a KL penalty, in the step."""
+    """Whether the ranks of a sharded trainer compute with the reference model of the KL term, in the step."""
     trainer = config.trainer
-    return trainer.kl_coefficient > 0 and trainer.ranks > 1 and config.launch.preprocessor == "with_trainer"
+    return trainer.loads_reference and trainer.ranks > 1 and config.launch.preprocessor == "with_trainer"
 
 
 def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Callable[[Group], Prepared]:
     """What prepares the groups of a run.
 
-    The reference model of a KL penalty is the base model under the adapters of `lora`; without them it is loaded. It
-    is None if ranks of a sharded trainer compute with it in the step.
+    The reference model of the KL term is loaded, unless it is the base model under the adapters of `lora`. There is none
+    here if ranks of a sharded trainer compute with it in the step.
     """
     if config.trainer.kl_coefficient == 0 or scores_in_the_step(config):
         return partial(prepare, config=config.preprocess)
+    if teacher := server_scorer(config):
+        return partial(prepare, config=config.preprocess, score=teacher.score)
     from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs
     from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415 - as above
 
+    trainer, under = config.trainer, None if config.trainer.teacher else lora
     reference = FrozenModelScorer(
-        lora.model if lora else load_model(config.model, config.trainer.device),
+        under.model if under else load_model(trainer.reference(config.model), trainer.device),
         temperature=config.actor.temperature,
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
-        lora=lora,
-        head_chunk=config.trainer.head_chunk,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        lora=under,
+        head_chunk=trainer.head_chunk,
     )
     return partial(prepare, config=config.preprocess, score=reference.score)
+
+
+def server_scorer(config: RunConfig) -> ServerScorer | None:
+    """The teacher, if it is a server. Raises UserError if its key is not set."""
+    if config.trainer.teacher is None or not config.trainer.teacher_is_server:
+        return None
+    from pipelinerl.serving.client.scoring import ServerScorer  # noqa: PLC0415 - an extra
+
+    named = config.trainer.teacher_key_env
+    if named and not os.environ.get(named):
+        raise UserError(f"trainer.teacher_key_env: the environment variable {named} is not set")
+    return ServerScorer(config.trainer.teacher, os.environ[named] if named else None)

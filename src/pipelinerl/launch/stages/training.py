@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
 from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
+from pipelinerl.preprocess.warm_start import batches_of, read_examples
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import this_computer
 from pipelinerl.resources.roles import TRAINING, rank_roles
@@ -37,7 +38,7 @@ from pipelinerl.trainer.saving import restore_rng, rng_state
 from pipelinerl.trainer.status import TrainerOutput
 from pipelinerl.trainer.step import Learner
 from pipelinerl.trainer.trainer import Trainer
-from pipelinerl.types import TRAINER, Group, Prepared
+from pipelinerl.types import TRAINER, Group, Prepared, TrainingSample
 
 if TYPE_CHECKING:
     from pipelinerl.models.lora import LoraModel
@@ -175,7 +176,7 @@ class Policy:
             return Learner(self.model, config.trainer, lora=self.lora, **options)
         from pipelinerl.trainer.sharding.learner import ShardedLearner  # noqa: PLC0415 - as above
 
-        reference = config.model if scores_in_the_step(config) else None
+        reference = config.trainer.reference(config.model) if scores_in_the_step(config) else None
         return ShardedLearner(self.sharded, config.trainer, reference=reference, **options)
 
 
@@ -238,6 +239,9 @@ def open_trainer(
 
     if checkpoint is None:  # a resume is recorded with its first step: a failure before it changes nothing
         begin()
+    warm_start: tuple[Iterable[Sequence[TrainingSample]], float] = ((), 0.0)
+    if (warm := config.trainer.warm_start) and checkpoint is None:
+        warm_start = (batches_of(read_examples(warm, policy.tokenizer), warm, config.seed), warm.learning_rate)
     queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
     with (
         lines(run.metrics) as metrics,
@@ -266,6 +270,7 @@ def open_trainer(
             check=settle,
             state=state,
             checksum=session.plan.checksum,
+            warm_start=warm_start,
         )
         try:
             yield trainer

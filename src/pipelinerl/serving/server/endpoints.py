@@ -20,9 +20,10 @@ from pipelinerl.environments.chat.conversation import (
     plain_message,
     render,
 )
-from pipelinerl.environments.prompts import TextStream, has_chat_template, plain_decoder
+from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import PromptTooLongError, RequestError
 from pipelinerl.interfaces import PART
+from pipelinerl.models.encoding import has_chat_template
 from pipelinerl.serving.server.chat import Answer, AnyBody, ChatBody, ChoiceWriter, CompletionBody, Json, StopStrings
 from pipelinerl.serving.server.dialects import Read, api_routes
 from pipelinerl.serving.server.http import (

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pipelinerl.errors import PipelineRLError, RequestError, WeightUpdateError
 from pipelinerl.interfaces import WeightUpdate
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pipelinerl.engine import LocalEngine
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ServedRequest:
@@ -95,7 +97,7 @@ class ServedEngine:
         self.refusing: str | None = None
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, ServedRequest] = {}
-        self._updates: set[Future[UpdateReceipt]] = set()
+        self._waiting: set[Future[Any]] = set()  # for what commands return
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the thread ends
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -161,12 +163,32 @@ class ServedEngine:
             self.cancel_all()
         answer: Future[UpdateReceipt] = Future()
         answer.set_running_or_notify_cancel()  # the caller may give up, but the update goes on
-        self._updates.add(answer)
+        self._waiting.add(answer)
         self._commands.put(lambda: self._update(update, answer, begins))
         try:
             return await asyncio.wrap_future(answer)
         finally:
-            self._updates.discard(answer)
+            self._waiting.discard(answer)
+
+    async def between_steps(self, call: Callable[[], T]) -> T:
+        """What `call` returns, from the engine's thread. Raises RefusedError if the engine is not available."""
+        if self.refusing is not None:
+            raise RefusedError("unavailable", self.refusing)
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()
+        self._waiting.add(answer)
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except PipelineRLError as error:
+                answer.set_exception(error)
+
+        self._commands.put(run)
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            self._waiting.discard(answer)
 
     def refuse(self, reason: str) -> None:
         """Refuse all requests from now on, with `reason`. Requests in progress continue."""
@@ -196,11 +218,11 @@ class ServedEngine:
             served.changed = asyncio.Event()
 
     def _thread_ended(self, reason: str, failed: bool) -> None:
-        """Fail all open requests and updates."""
+        """Fail all open requests, updates and other commands."""
         self.refusing = reason if failed else self.refusing
         error = RefusedError("unavailable", reason)
         self._deliver((), [(request_id, error) for request_id in sorted(self._open)])
-        for answer in self._updates:
+        for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(error)
 

@@ -21,9 +21,11 @@ from starlette.routing import Route
 from torch import Tensor
 
 from pipelinerl.engine import LocalEngine
-from pipelinerl.errors import WeightUpdateError
+from pipelinerl.errors import RequestError, WeightUpdateError
 from pipelinerl.interfaces import Tokenizer, WeightUpdate
+from pipelinerl.models.attention import choose_attention
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
+from pipelinerl.models.packed import ATTENTION_NAME
 from pipelinerl.models.state import checksum, first_names, named_weights
 from pipelinerl.serving.incoming import IncomingWeights
 from pipelinerl.serving.server.http import (
@@ -36,11 +38,20 @@ from pipelinerl.serving.server.http import (
     unless_gone,
 )
 from pipelinerl.serving.server.served import ServedEngine, ServedRequest
-from pipelinerl.serving.wire import CompletionLine, ProcessGroupRequest, ServerInfo, TokenLine, WeightUpdateRequest
-from pipelinerl.types import GenerationRequest, UpdateReceipt
+from pipelinerl.serving.wire import (
+    CompletionLine,
+    ProcessGroupRequest,
+    ScoreRequest,
+    Scores,
+    ServerInfo,
+    TokenLine,
+    WeightUpdateRequest,
+)
+from pipelinerl.types import GenerationRequest, Segment, UpdateReceipt
 
 if TYPE_CHECKING:
     from pipelinerl.serving.server.run import ServeOptions
+    from pipelinerl.trainer.logprobs import FrozenModelScorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,7 @@ class LoadedModel:
     """A model in an engine. `weights`: the engine's own tensors by name."""
 
     engine: LocalEngine
+    model: Any
     tokenizer: Tokenizer
     weights: Mapping[str, Tensor]
     vocabulary: int
@@ -75,6 +87,7 @@ def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, fla
     )
     return LoadedModel(
         engine=engine,
+        model=model,
         tokenizer=tokenizer,
         weights=named_weights(model),
         vocabulary=model.get_input_embeddings().weight.shape[0],
@@ -169,10 +182,12 @@ class Service:
         self._created = int(time.time())
         self._model = options.model.path
         self._instance = secrets.token_hex(8)
+        self._scorer: FrozenModelScorer | None = None
+        self._budget = options.engine.prefill_tokens
 
     def routes(self) -> list[Route]:
         """Our own endpoints, and the list of models."""
-        posts = (self.generate, self.request_weight_update, self.init_process_group)
+        posts = (self.generate, self.score, self.request_weight_update, self.init_process_group)
         return [
             Route("/health", self.health),
             Route("/info", self.info),
@@ -218,6 +233,29 @@ class Service:
             await unless_gone(request, served.begun())  # refused requests get an error status, not a stream
             return StreamedResponse(_lines(served), stack.pop_all(), json_line, "application/x-ndjson")
 
+    async def score(self, request: Request) -> Response:
+        """The log-probabilities of given tokens, for a student of this model."""
+        wanted = decoded(await body_of(request), ScoreRequest)
+        for segment in wanted.segments:
+            check_score(segment, self.loaded.vocabulary, self.loaded.engine.max_length)
+        scores = self.engine.between_steps(lambda: self._scores(wanted.segments))
+        return answer_of(Scores(await unless_gone(request, scores)))
+
+    def _scores(self, segments: Sequence[Segment]) -> list[list[float]]:
+        """Computed with the trainer's attention; the engine's is in place again afterwards."""
+        model = self.loaded.model
+        own = model.config._attn_implementation
+        try:
+            if self._scorer is None:
+                from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415 - few servers teach
+
+                self._scorer = FrozenModelScorer(model, temperature=1.0, micro_batch_tokens=self._budget)
+            elif not self._scorer.padded:
+                choose_attention(model, ATTENTION_NAME)
+            return self._scorer.score(segments)
+        finally:
+            choose_attention(model, own)
+
     async def request_weight_update(self, request: Request) -> Response:
         return answer_of(await self.updates.take(decoded(await body_of(request), WeightUpdateRequest)))
 
@@ -226,6 +264,15 @@ class Service:
         wanted = decoded(await body_of(request), ProcessGroupRequest)
         await unless_gone(request, self.updates.join(wanted))
         return answer_of({})
+
+
+def check_score(segment: Segment, vocabulary: int, longest: int) -> None:
+    """Raises RequestError for a segment that the model can't score."""
+    ids, edges = segment.token_ids, [edge for edges in segment.sampled for edge in edges]
+    if not ids or len(ids) > longest or min(ids) < 0 or max(ids) >= vocabulary:
+        raise RequestError(f"token_ids: 1 to {longest} ids from 0 to {vocabulary - 1} are scored")
+    if edges != sorted(set(edges)) or (edges and (edges[0] < 1 or edges[-1] > len(ids))):
+        raise RequestError(f"sampled: ranges of positions from 1 to {len(ids)}, in order, are scored")
 
 
 async def _lines(served: ServedRequest) -> AsyncGenerator[bytes]:

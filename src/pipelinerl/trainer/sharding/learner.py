@@ -91,6 +91,10 @@ class ShardedOptimizer(Optimizer):
         distributed.all_reduce(flags, distributed.ReduceOp.MAX)
         return [name for name, flag in zip(self._weights, flags.tolist(), strict=True) if flag]
 
+    def _of_all(self, sums: Tensor) -> Tensor:
+        distributed.all_reduce(sums)
+        return sums
+
     def _fill(self, target: Tensor, saved: Tensor | None) -> None:
         fill(target, saved)  # only rank 0 has what was saved
 
@@ -103,20 +107,20 @@ class ShardedLearner(Learner):
     def __init__(
         self, policy: ShardedPolicy, config: TrainerConfig, *, reference: ModelConfig | None = None, **options: Any
     ) -> None:
-        """`options`: of `Learner`. `reference`: the model of a KL penalty that is computed here; adapters have their own."""
+        """`options`: of `Learner`. `reference`: the model of the KL term if it is computed here."""
         self._policy, self._team = policy, policy.team
         self._host_is_current = True  # with the weights that were loaded
         super().__init__(policy.model, config, lora=policy.lora, **options)
         self._reference: FrozenModelScorer | None = None
         if reference is not None:
-            model = self.model
-            if self.lora is None:
+            model, lora = self.model, None if config.teacher else self.lora
+            if lora is None:
                 model = empty_model(reference).requires_grad_(False)
                 host = load_model(reference) if self._team.rank == 0 else None
                 _shard(model, host, DTYPES[reference.dtype], config, self._team, replicated=set())
             sizes: Any = {"micro_batch_tokens": config.micro_batch_tokens, "head_chunk": config.head_chunk}
             sizes["temperature"] = options["temperature"]
-            self._reference = FrozenModelScorer(model, several_ranks=True, lora=self.lora, **sizes)
+            self._reference = FrozenModelScorer(model, several_ranks=True, lora=lora, **sizes)
         text = self.model.config.get_text_config()
         heads = getattr(text, "num_attention_heads", 1)
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -148,12 +152,16 @@ class ShardedLearner(Learner):
                     self.optimizer.fill(dict.fromkeys(call.names))
 
     def step(
-        self, samples: Sequence[TrainingSample], version: int, on_micro_batch: OnMicroBatch | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        version: int,
+        on_micro_batch: OnMicroBatch | None = None,
+        rate: float | None = None,
     ) -> StepResult:
         """As of `Learner`. On ranks above 0 the result has the metrics of their own samples."""
         self._team.call("step", samples=tuple(samples), version=version)
         self._host_is_current = False
-        return super().step(samples, version, on_micro_batch)
+        return super().step(samples, version, on_micro_batch, rate)
 
     @torch.no_grad()
     def logits(self, segments: Sequence[Segment]) -> Tensor:
@@ -210,9 +218,9 @@ class ShardedLearner(Learner):
         counts = [sum(used[index].sampled_count for row in grid for index in row[rank]) for rank in range(size)]
         return sum(bool(place) for row in grid for place in row), _of_all(sums, counts, self._team.rank)
 
-    def _decide(self, stats: OnPolicyStats, loss: float, version: int) -> tuple[dict[str, Any] | None, float, bool]:
+    def _decide(self, stats: OnPolicyStats, loss: float, rate: float) -> tuple[dict[str, Any] | None, float, bool]:
         """Rank 0 decides for all."""
-        metrics, rate, stepped = super()._decide(stats, loss, version)
+        metrics, rate, stepped = super()._decide(stats, loss, rate)
         decided = torch.tensor([rate, stepped], dtype=torch.float64)
         distributed.broadcast(decided, 0)
         return metrics, float(decided[0]), bool(decided[1])

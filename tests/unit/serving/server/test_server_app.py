@@ -18,7 +18,7 @@ from pipelinerl.models.loading import load_tokenizer
 from pipelinerl.serving.server.http import MAX_BODY_BYTES, listen
 from pipelinerl.serving.wire import ErrorBody, ServerInfo
 from tests.unit.fake_engine_servers import request, wait_until
-from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_tokenizer, running
+from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_model, byte_tokenizer, running
 
 TOKENIZER = byte_tokenizer()
 PLAIN = {"model": "bytes", "prompt": "hello", "max_tokens": 12, "seed": 1, "temperature": 1.0}
@@ -319,3 +319,26 @@ def test_connections_to_the_server_send_at_once() -> None:
         listening.accept()[0] as connection,
     ):
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def test_given_tokens_have_the_scores_of_a_forward_while_requests_go_on(tmp_path: Path) -> None:
+    ids = TOKENIZER.encode("hello world")
+    segments = [{"token_ids": ids, "sampled": [[2, 5], [8, 9]]}, {"token_ids": ids[:4], "sampled": [[1, 4]]}]
+    wrong = [
+        {"token_ids": [], "sampled": []},
+        {"token_ids": [1, 999], "sampled": []},
+        {"token_ids": ids, "sampled": [[0, 2]]},
+        {"token_ids": ids, "sampled": [[2, 99]]},
+        {"token_ids": ids, "sampled": [[3, 5], [2, 4]]},
+    ]
+    async with running(tmp_path) as (_, client):
+        alone = await client.json("/v1/completions", PLAIN)
+        asked = [*[("/v1/completions", PLAIN)] * 3, *[("/score", {"segments": segments})] * 3]
+        *texts, first, second, third = await asyncio.gather(*(client.json(path, body) for path, body in asked))
+        refused = [await client.refusal("/score", {"segments": [one]}) for one in wrong]
+    assert [one["choices"][0]["text"] for one in texts] == [alone["choices"][0]["text"]] * 3
+    with torch.no_grad():
+        logprobs_TV = byte_model()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [[logprobs_TV[at - 1, ids[at]].item() for at in places] for places in ((2, 3, 4, 8), (1, 2, 3))]
+    assert first == second == third == {"logprobs": [pytest.approx(part, abs=1e-4) for part in expected]}
+    assert {one.code for one in refused} == {"bad_request"}

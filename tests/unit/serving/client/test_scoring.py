@@ -1,0 +1,91 @@
+"""A teacher behind HTTP: which requests it gets, and what is made of its answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.serving.client.adapter import ServerError
+from pipelinerl.serving.client.scoring import ServerScorer
+from pipelinerl.types import Segment
+from tests.unit.server_parts import byte_tokenizer
+
+Answer = Callable[[str, dict[str, Any]], object]
+
+
+def vllm(path: str, body: dict[str, Any]) -> object:
+    """As vLLM answers, with the log-prob -id / 10 for each token of the prompt but the first. None: not found."""
+    match path:
+        case "/info":
+            return None
+        case "/v1/models":
+            return {"object": "list", "data": [{"id": "teacher"}]}
+        case "/tokenize":
+            tokens = byte_tokenizer().encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+            return {"tokens": tokens, "count": len(tokens)}
+    assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("teacher", 1, 0)
+    scores = [{str(token): {"logprob": -token / 10, "rank": 3}, "1": {"logprob": 0.0}} for token in body["prompt"][1:]]
+    return {"choices": [{"index": 0, "text": "?", "prompt_logprobs": [None, *scores]}]}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], str]]:
+    servers = []
+
+    def start(answer: Answer) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply({})
+
+            def do_POST(self) -> None:
+                self.reply(msgspec.json.decode(self.rfile.read(int(self.headers["content-length"]))))
+
+            def reply(self, body: dict[str, Any]) -> None:
+                assert self.headers["authorization"] == "Bearer key"
+                found = answer(self.path, body)
+                data = msgspec.json.encode(found)
+                self.send_response(404 if found is None else 200)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+SEGMENTS = [Segment(token_ids=(5, 6, 7, 8), sampled=((1, 2), (3, 4))), Segment(token_ids=(5, 9), sampled=((1, 2),))]
+
+
+def test_sampled_tokens_have_the_servers_scores(serve: Callable[[Answer], str]) -> None:
+    scorer = ServerScorer(serve(vllm), "key")
+    assert scorer.score(SEGMENTS) == [[-0.6, -0.8], [-0.9]]
+    scorer.check(byte_tokenizer(), byte_tokenizer().encode("abc"))
+
+
+def test_a_server_that_cannot_teach_is_refused(serve: Callable[[Answer], str]) -> None:
+    def silent(path: str, body: dict[str, Any]) -> object:
+        return {"choices": [{"text": "?"}]} if path == "/v1/completions" else vllm(path, body)
+
+    with pytest.raises(ServerError, match="does not return `prompt_logprobs`"):
+        ServerScorer(serve(silent), "key").score(SEGMENTS)
+
+    def foreign(path: str, body: dict[str, Any]) -> object:
+        return {"tokens": [1, 2]} if path == "/tokenize" else vllm(path, body)
+
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        ServerScorer(serve(foreign), "key").check(byte_tokenizer(), byte_tokenizer().encode("abc"))
