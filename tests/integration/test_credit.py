@@ -90,5 +90,5 @@ def test_a_warm_start_is_learned_before_the_first_rollout(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_what_is_read_between_turns_is_learned_beside_the_reward(tmp_path: Path) -> None:
     kind = write_environment(tmp_path, TWO_TURNS, ["from pipelinerl.types import Turn"])
-    counts = learns(tmp_path / "r", kind, trainer__steps=12, preprocess__observation_weight=0.1)
+    counts = learns(tmp_path / "r", kind, trainer__steps=12, preprocess__observation_weight=0.01)
     assert counts["samples_trained"] == 12 * 32

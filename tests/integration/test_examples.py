@@ -33,6 +33,7 @@ OF_RANDOM_WEIGHTS = {"engine__max_length": 4000, **SHORT_ANSWERS}
 OWN = {
     "agent.yaml": {},
     "apart.yaml": {"launch__kind": "processes", **SHORT_ANSWERS},
+    "distill.yaml": {"trainer__teacher": "demo", **SHORT_ANSWERS},
     "slow_judge.yaml": {"environment__args__median_s": 0.01, "engine__processes": 1, **SHORT_ANSWERS},
     "tools.yaml": {},
     "tools_agent.yaml": {},
@@ -74,7 +75,8 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUN_FILES if name not in CLUSTERS])
 def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> None:
-    check_without_running(load_config(f"examples/{name}", ["--run_dir", str(here / "run")]))
+    own = ["--trainer.teacher", "demo"] if name == "distill.yaml" else []
+    check_without_running(load_config(f"examples/{name}", ["--run_dir", str(here / "run"), *own]))
 
 
 @pytest.mark.slow

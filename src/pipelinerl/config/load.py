@@ -1,7 +1,7 @@
 """A run file and dotted command-line flags, made into a `RunConfig`; each mistake is one line that names its place.
 
 Relative paths. Three values of a run file may name something on disk: `model.path` (a folder), and the file part of
-`environment.kind` (`tasks/my.py:MyTask`) and of `metrics.callback`. If it exists relative to the run file's folder, or else
+`environment.kind` (`tasks/my.py:MyTask`), `trainer.loss` and others. If it exists relative to the run file's folder, or else
 relative to the working directory, it becomes an absolute path, so that the resolved configuration means the same from
 anywhere. In flags only the working directory counts. Nothing else is touched: not `run_dir`, and no value in
 `environment.args`.
@@ -26,7 +26,9 @@ from pipelinerl.config.schema import PACKAGED_MODELS, RunConfig
 from pipelinerl.errors import ConfigError
 
 DEMO_SOURCE = "the built-in demo.yaml"
-PATHS = ("model.path", "environment.kind", "metrics.callback")
+FOLDERS = ("model.path", "trainer.teacher")
+FUNCTIONS = ("environment.kind", "metrics.callback", "preprocess.advantage", "trainer.loss")
+PATHS = (*FOLDERS, *FUNCTIONS, "trainer.warm_start.data")
 """Keys whose value may name something on disk."""
 MOST_SHOWN = 10
 
@@ -264,12 +266,14 @@ def _read(path: Path) -> str:
 
 def _absolute(key: str, value: Any, folders: Sequence[Path]) -> Any:
     """`value` with an absolute path if it names something that exists relative to one of `folders`."""
-    if key == "model.path" and isinstance(value, str) and value not in PACKAGED_MODELS:
-        return _first(value, folders, os.path.isdir) or value
-    if key in PATHS[1:] and isinstance(value, str) and ".py:" in value:
+    if key not in PATHS or not isinstance(value, str):
+        return value
+    if key in FUNCTIONS:
         file, _, name = value.rpartition(":")
-        return f"{_first(file, folders, os.path.isfile) or file}:{name}"
-    return value
+        return f"{_first(file, folders, os.path.isfile) or file}:{name}" if ".py:" in value else value
+    if key in FOLDERS:
+        return value if value in PACKAGED_MODELS else _first(value, folders, os.path.isdir) or value
+    return _first(value, folders, os.path.isfile) or value
 
 
 def _first(path: str, folders: Sequence[Path], is_there: Callable[[str], bool]) -> str | None:

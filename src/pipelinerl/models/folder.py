@@ -42,7 +42,9 @@ def resolve_path(path: str) -> str:
             raise ModelLoadError(adapter_refusal(path, _read(adapter).get("base_model_name_or_path")))
         refuse_quantized(path, _read(folder / "config.json"))
         if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"model.path {path!r} has no config.json: give a folder written by save_pretrained")
+            saved = max(folder.glob("checkpoints/step_*/config.json"), default=Path())
+            like = f", such as {saved.parent}" if saved.name else ""
+            raise ModelLoadError(f"model.path {path!r} has no config.json: give a folder written by save_pretrained{like}")
         return str(folder)
     if path and folder.exists():
         raise ModelLoadError(f"model.path {path!r} is a file: give the folder that holds config.json and the weights")

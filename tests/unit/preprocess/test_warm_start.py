@@ -23,7 +23,8 @@ CHAT = [
 ]
 # Ends an answer with the end token, and a line break after it.
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 THINKS = TEMPLATE.replace("a:{% endif %}", "a:<think>{% endif %}")
