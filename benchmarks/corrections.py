@@ -3,6 +3,7 @@
 python -m benchmarks.corrections --out FILE                 # all runs missing from FILE, one core
 python -m benchmarks.corrections --out FILE --part 1/2      # half of them; run 2/2 at the same time for the rest
 python -m benchmarks.corrections --out FILE --table         # the results in FILE as Markdown
+python -m benchmarks.corrections --out FILE --recipes teacher --tasks gcd --teacher RUN/checkpoints/step_00000140
 
 A run trains the demo's model with the real pipeline in one process and one thread (`launch.kind: embedded`), which is
 deterministic. Lag is produced as in the paper: with H sequences in progress and B rollouts per step, a rollout is in
@@ -51,6 +52,7 @@ COMMON = {
     "trainer.learning_rate": "4e-4",
     "actor.group_size": "8",
     "evaluation.problems": "256",
+    "trainer.gradient_cosine": "true",
 }
 TASKS: dict[str, dict[str, str]] = {
     "gcd": {"actor.max_tokens": "96"},
@@ -59,6 +61,8 @@ TASKS: dict[str, dict[str, str]] = {
 TV = {"correction.token": "tv"}
 DRIFT = {"correction.drift": "1e-3", "preprocess.zero_advantage": "keep"}
 ESS_LR = {"trainer.ess_lr": "sqrt"}
+SMALLEST_VARIANCE = {"preprocess.advantage": "pipelinerl.preprocess.advantages:minimum_variance"}
+TEACHER = {"trainer.kl_coefficient": "1", "trainer.kl_estimator": "k1", "preprocess.zero_advantage": "keep"}
 RECIPES: dict[str, dict[str, str]] = {
     "paper (truncate 5)": {},
     "no correction": {"correction.token": "none"},
@@ -77,12 +81,21 @@ RECIPES: dict[str, dict[str, str]] = {
     "decoupled, geo_truncate": {"trainer.loss": "decoupled", "correction.sequence": "geo_truncate"},
     "cispo": {"trainer.loss": "cispo"},
     "gspo": {"trainer.loss": "gspo"},
+    "minimum variance": SMALLEST_VARIANCE,
+    "minimum variance, ess_lr": SMALLEST_VARIANCE | ESS_LR,
 }
+TAUGHT: dict[str, dict[str, str]] = {
+    "teacher": TEACHER | {"preprocess.advantage": "none"},
+    "teacher, tv": TEACHER | TV | {"preprocess.advantage": "none"},
+    "teacher and reward": TEACHER,
+}
+"""Recipes that need `--teacher`, for the task `gcd`."""
 
 
-def measure(task: str, recipe: str, lag: int, seed: int) -> Record:
+def measure(task: str, recipe: str, lag: int, seed: int, teacher: str | None = None) -> Record:
     """One complete run in this process. Its files are deleted."""
-    settings = COMMON | TASKS[task] | {"engine.slots": SLOTS[lag]} | RECIPES[recipe] | {"seed": str(seed)}
+    own = TAUGHT[recipe] | {"trainer.teacher": str(teacher)} if recipe in TAUGHT else RECIPES[recipe]
+    settings = COMMON | TASKS[task] | {"engine.slots": SLOTS[lag]} | own | {"seed": str(seed)}
     begun_s, cpu_s = time.monotonic(), time.process_time()
     summary, error = {}, None
     with tempfile.TemporaryDirectory(prefix="corrections-") as folder:
@@ -98,7 +111,7 @@ def measure(task: str, recipe: str, lag: int, seed: int) -> Record:
         "recipe": recipe,
         "lag": lag,
         "seed": seed,
-        "settings": RECIPES[recipe],
+        "settings": {key: value for key, value in own.items() if key != "trainer.teacher"},
         "eval_before": summary.get("eval_reward_before"),
         "eval_after": summary.get("eval_reward_after"),
         "error": error,
@@ -118,7 +131,8 @@ def of_steps(steps: Sequence[StepRecord]) -> Record:
     def mean(name: str) -> float | None:
         return fmean(number[name] for number in numbers if name in number) if numbers else None
 
-    names = ("lag_mean", "ess", "kl_behaviour_policy_k3", "masked_fraction", "truncated_fraction", "learning_rate")
+    fractions = ("masked_fraction", "truncated_fraction")
+    names = ("lag_mean", "ess", "kl_behaviour_policy_k3", *fractions, "learning_rate", "gradient_cosine")
     return {
         "steps": len(steps),
         "steps_with_gradient": len(stale),
@@ -155,7 +169,9 @@ def read(path: Path) -> list[Record]:
 def table(records: Sequence[Record], task: str) -> list[Record]:
     """A row for each recipe: at each lag the held-out reward (mean and range over seeds), then means of ESS and KL."""
     rows = []
-    for recipe in RECIPES:
+    for recipe in [*RECIPES, *TAUGHT]:
+        if not any((r["task"], r["recipe"]) == (task, recipe) for r in records):
+            continue
         row, collapses = {"recipe": recipe}, 0
         by_lag = {lag: [r for r in records if (r["task"], r["recipe"], r["lag"]) == (task, recipe, lag)] for lag in SLOTS}
         for lag, runs in by_lag.items():
@@ -168,12 +184,14 @@ def table(records: Sequence[Record], task: str) -> list[Record]:
         row["masked or truncated"] = " / ".join(
             f"{_mean(runs, 'masked_fraction') + _mean(runs, 'truncated_fraction'):.1%}" for runs in by_lag.values()
         )
+        row["cosine"] = " / ".join(f"{_mean(runs, 'gradient_cosine'):.2f}" for runs in by_lag.values())
         rows.append(row)
     return rows
 
 
 def _mean(runs: Sequence[Mapping[str, float]], name: str) -> float:
-    return fmean(run[name] for run in runs) if runs else float("nan")
+    found = [run[name] for run in runs if run.get(name) is not None]
+    return fmean(found) if found else float("nan")
 
 
 def main() -> None:
@@ -182,7 +200,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--lags", nargs="+", type=int, choices=SLOTS, default=list(SLOTS))
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, *TAUGHT], default=list(RECIPES))
+    parser.add_argument("--teacher", help="a model that was trained on gcd, for the recipes with a teacher")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="only every N-th run, starting with the I-th")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -199,7 +218,7 @@ def main() -> None:
     done = {(r["task"], r["recipe"], r["lag"], r["seed"]) for r in read(options.out)}
     runs = [run for run in list(wanted(options))[part - 1 :: parts] if run not in done]
     for number, run in enumerate(runs, 1):
-        record = measure(*run) | {"machine": common.machine()}
+        record = measure(*run, options.teacher) | {"machine": common.machine()}
         with options.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(

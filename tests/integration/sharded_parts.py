@@ -48,12 +48,16 @@ VOCABULARY = 517
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """Changes to the defaults of a run file. `untied`: the model's head has weights of its own."""
+    """Changes to the defaults of a run file. `untied`: the model's head has weights of its own.
+
+    `by_token`: tokens have advantages of their own, and some of the context is supervised.
+    """
 
     trainer: dict[str, Any] = {}  # copied for each instance
     model: dict[str, Any] = {}
     correction: dict[str, Any] = {}
     untied: bool = False
+    by_token: bool = False
     samples: int = 13
     logits_at_once: int | None = None
     """Limit of logits in memory, above which `head_chunk: auto` has an effect; null: the real one."""
@@ -79,6 +83,9 @@ SCENARIOS = {
     "token_mask": Scenario(correction={"token": "mask"}),
     "sequence_geo_mask": Scenario(correction={"sequence": "geo_mask"}),
     "drift": Scenario(correction={"drift": 1e-2}),
+    "by_token": Scenario({"gradient_cosine": True}, by_token=True),
+    "by_token_kl": Scenario(KL | {"kl_estimator": "k1", "head_chunk": 7}, by_token=True, untied=True),
+    "by_token_lora": Scenario({"head_chunk": 7}, model=LORA, by_token=True),
     "sequences": Scenario({"loss_normalization": "sequences", "ess_lr": "sqrt", "weight_decay": 0.1}),
     "checkpointing": Scenario({"gradient_checkpointing": True}, untied=True),
     "lora": Scenario(model=LORA),
@@ -144,10 +151,13 @@ def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None)
             length = draw.randrange(4, 40)
             start = draw.randrange(1, length)
             ids = tuple(draw.randrange(VOCABULARY) for _ in range(length))
-            segments.append(Segment(token_ids=ids, sampled=((start, length),)))
+            given = ((1, start),) if scenario.by_token and start > 2 else ()
+            segments.append(Segment(token_ids=ids, sampled=((start, length),), supervised=given))
             sampled += length - start
         logprobs = tuple(-6.2 + draw.uniform(-1, 1) for _ in range(sampled))
-        advantage = 0.0 if not scenario.samples or number == 5 else draw.uniform(-1, 1)
+        advantage: float | tuple[float, ...] = 0.0 if not scenario.samples or number == 5 else draw.uniform(-1, 1)
+        if scenario.by_token and number % 2:
+            advantage = tuple(draw.uniform(-1, 1) for _ in range(sampled))
         sample = TrainingSample(
             id=str(number),
             group_index=number,
@@ -156,6 +166,7 @@ def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None)
             versions=tuple(draw.randrange(version + 1) for _ in range(sampled)),
             advantage=advantage,
             reward=0.0,
+            supervised_weight=0.2,
         )
         found.append(sample)
     if reference is None:
@@ -197,7 +208,7 @@ def train(
             )()
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
-    wanted = ("loss", "grad_norm", "learning_rate", "tokens_trained")
+    wanted = ("loss", "grad_norm", "learning_rate", "tokens_trained", "gradient_cosine")
     steps = [
         {name: getattr(result, name) for name in wanted if getattr(result, name) is not None}
         | (msgspec.to_builtins(result.metrics) if result.metrics else {})

@@ -308,8 +308,8 @@ class TrainerConfig(Section, frozen=True):
     model; with LoRA only the former.
     """
     teacher: str | None = None
-    """The reference model of the KL term, with the vocabulary of the trained model: a folder, such as a checkpoint, a hub id,
-    or the URL of `pipelinerl serve` or vLLM. null: the initial model.
+    """The reference model of the KL term, with the vocabulary of the trained model: a folder, such as a checkpoint, a
+    hub id, or the URL of `pipelinerl serve` or vLLM. null: the initial model.
     """
     teacher_key_env: str | None = None
     """Environment variable with the API key of the server of `teacher`."""

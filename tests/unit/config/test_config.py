@@ -242,6 +242,7 @@ def test_what_is_printed_loads_back_equal() -> None:
 
 # --- combinations ----------------------------------------------------------------------------------------------------
 
+TAUGHT = "preprocess: {zero_advantage: keep}\ntrainer: {kl_coefficient: 1, "
 ROUNDS = "schedule: {kind: conventional, steps_per_round: 4}\n"
 VLLM = "engine: {kind: vllm, python: p, vllm_args: "
 
@@ -266,6 +267,13 @@ VLLM = "engine: {kind: vllm, python: p, vllm_args: "
         (ROUNDS + "trainer: {ess_threshold: 0.5}", "trainer.ess_threshold", "set it to 0"),
         ("trainer: {kl_coefficient: 0.1}", "preprocess.zero_advantage", "set it to keep"),
         ("correction: {drift: 1e-3}", "preprocess.zero_advantage", "set it to keep"),
+        ("trainer: {kl_estimator: k1}", "trainer.kl_estimator", "set it above 0"),
+        ("trainer: {teacher: demo}", "trainer.teacher", "set trainer.kl_coefficient above 0"),
+        (TAUGHT + "teacher: 'http://a:1'}\nactor: {temperature: 0.7}", "trainer.teacher", "set actor.temperature to 1"),
+        (TAUGHT + "teacher: demo, teacher_key_env: KEY}", "trainer.teacher_key_env", "set it to null"),
+        ("preprocess: {advantage: none}", "preprocess.advantage", "set trainer.kl_coefficient above 0"),
+        ("preprocess: {advantage: 'a.py:b', normalize_std: true}", "preprocess.normalize_std", "set it to false"),
+        ("trainer: {loss: 'a.py:b'}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
         ("trainer: {compile: true, gradient_checkpointing: true}", "trainer.compile", "set it to false"),
         ("evaluation: {every: 10}", "evaluation.every", "set evaluation.problems"),
         ("evaluation: {sets: {hard: {}}}", "evaluation.sets", "evaluation.problems says how many"),

@@ -53,7 +53,7 @@ def make_segments(lengths: tuple[int, ...]) -> list[Segment]:
     for n in lengths:
         ids = torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
         sampled = ((1, 3), (5, n)) if n > 6 else ((1, n),)
-        segments.append(Segment(token_ids=tuple(ids), sampled=sampled))
+        segments.append(Segment(token_ids=tuple(ids), sampled=sampled, supervised=((4, 5),) if n > 9 else ()))
     return segments
 
 
@@ -81,7 +81,7 @@ def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: 
     alone = []
     for segment in segments:
         logits_TV = model(torch.tensor([segment.token_ids])).logits[0]
-        alone.append(logits_TV[[p - 1 for p in segment.sampled_positions]])
+        alone.append(logits_TV[[p - 1 for p in segment.trained_positions]])
     alone_PV = torch.cat(alone)
     weighted_sum(alone_PV).backward()
     expected = gradients(model)
@@ -93,7 +93,7 @@ def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: 
     weighted_sum(packed_PV).backward()
     actual = gradients(model)
 
-    assert row.target_ids_P.tolist() == [s.token_ids[p] for s in segments for p in s.sampled_positions]
+    assert row.target_ids_P.tolist() == [s.token_ids[p] for s in segments for p in s.trained_positions]
     torch.testing.assert_close(packed_PV, alone_PV, atol=1e-5, rtol=0)
     assert actual.keys() == expected.keys()
     # The model's own attention takes its softmax in float32, so both agree to float32 rounding of the largest gradient.

@@ -133,6 +133,31 @@ def test_the_reference_scores_all_kept_segments_in_one_call() -> None:
     ]
 
 
+def test_a_teacher_scores_each_turn_after_its_own_prompt_if_it_has_one() -> None:
+    scorer, base = TableScorer(), rollout("a", 1.0, 2, turns=2)
+    hinted = msgspec.structs.replace(base.turns[1], teacher_prompt_ids=(7, 8, 9))
+    taught = msgspec.structs.replace(base, turns=(base.turns[0], hinted))
+    prepared = prepare(group(9, [taught, rollout("b", 0.0, 2)]), PreprocessConfig(), scorer.score)
+    (segments,) = scorer.calls
+    assert [(one.token_ids, one.sampled) for one in segments] == [
+        ((100, 101, 0, 1), ((2, 4),)),
+        ((7, 8, 9, 0, 1), ((3, 5),)),
+        ((100, 101, 0, 1), ((2, 4),)),
+    ]
+    assert prepared.samples[0].segments == prepare(group(9, [base]), PreprocessConfig()).samples[0].segments
+    assert prepared.samples[0].reference_logprobs == pytest.approx((-100.0, -100.1, -7.0, -7.1))
+
+
+def test_context_between_turns_is_supervised_if_it_has_a_weight() -> None:
+    first, second = turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 50, 51], [6])
+    other = turn([9], [7])
+    made = Rollout(id="a", reward=1.0, turns=(first, second, other))
+    for weight, supervised in ((0.0, ()), (0.3, ((4, 6),))):
+        (sample, _) = prepare(group(9, [made, rollout("b", 0.0)]), PreprocessConfig(observation_weight=weight)).samples
+        assert [one.supervised for one in sample.segments] == [supervised, ()]
+        assert (sample.supervised_weight, sample.sampled_count) == (weight, 4)
+
+
 def test_errors_name_the_group_and_the_rollout() -> None:
     bad = Rollout(id="g9/a3", turns=(Turn(prompt_ids=(), completion=rollout("x", 0).turns[0].completion),), reward=1.0)
     with pytest.raises(RolloutError, match=r"group 9, rollout 'g9/a3': turn 0 \(request x/0\) has an empty prompt"):

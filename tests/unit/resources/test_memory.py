@@ -207,6 +207,8 @@ HEAD = 4 * BILLION.vocabulary * BILLION.hidden
         ("--model.lora={rank: 8}", "training", "Adam's moments", 8 * 8 * (1 << 16)),
         ("--model.lora={rank: 8}", "training", "weights to be published", 4 << 30),
         (KL, "training", "reference model", 4 * GB),
+        (f"{KL} --trainer.teacher=http://teacher:1", "training", "reference model", 0),
+        (f"{KL} --trainer.teacher=demo --model.lora={{}}", "training", "reference model", 4 * GB),
         (f"{KL} --model.lora={{}}", "training", "reference model", 0),
         (f"{KL} --trainer.ranks=4", "training-rank-3", "reference model", GB),
         (f"{KL} --trainer.ranks=4 --launch.preprocessor=process", "preprocessing", "reference model", 4 * GB),

@@ -127,8 +127,10 @@ def credit_by_token(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     return found
 
 
-@pytest.mark.parametrize("budget", [1, 77])
-def test_tokens_with_own_advantages_and_given_tokens_have_the_gradient_of_their_formula(budget: int) -> None:
+@pytest.mark.parametrize(("budget", "head_chunk"), [(1, 0), (77, 0), (77, 5)])
+def test_tokens_with_own_advantages_and_given_tokens_have_the_gradient_of_their_formula(
+    budget: int, head_chunk: int
+) -> None:
     model = make_model()
     samples = credit_by_token(make_samples(model))
     normalizer = sum(sample.sampled_count for sample in samples)
@@ -141,7 +143,7 @@ def test_tokens_with_own_advantages_and_given_tokens_have_the_gradient_of_their_
         ((loss - sample.supervised_weight * own_logprobs(model, given).sum()) / normalizer).backward()
     expected = gradients(model)
     model.zero_grad()
-    result = learner(model, micro_batch_tokens=budget).step(samples, version=3)
+    result = learner(model, micro_batch_tokens=budget, head_chunk=head_chunk).step(samples, version=3)
     assert result.samples_skipped == 0  # the one without credit has given tokens with a weight
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)

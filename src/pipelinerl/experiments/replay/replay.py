@@ -42,6 +42,8 @@ COUNTERFACTUAL_KEYS = (
     *(
         "trainer.kl_coefficient",
         "trainer.kl_estimator",
+        "trainer.teacher",
+        "trainer.gradient_cosine",
         "trainer.learning_rate",
         "trainer.ess_lr",
         "trainer.lr_schedule",
