@@ -18,9 +18,10 @@ import msgspec
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.experiments.replay.training import RecordedRun, recorded_samples
+from pipelinerl.launch.resume import newest_version
 from pipelinerl.metrics.reading import read_lines, read_records, without_repeated
 from pipelinerl.metrics.records import PublishedRecord, SessionRecord, StepRecord, TrainedRecord, TrainedSample
-from pipelinerl.preprocess.preprocessor import newest_version, prepare
+from pipelinerl.preprocess.preprocessor import prepare
 from pipelinerl.run_directory import RunDirectory
 from pipelinerl.types import Group, TrainingSample
 

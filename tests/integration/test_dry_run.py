@@ -87,6 +87,24 @@ WRONG = {
         lambda _: {"metrics__callback": "rewards.py:note"},
         "rewards.py has no function 'note'; it has right",
     ),
+    "missing loss": (lambda _: {"trainer__loss": "rewards.py:nope"}, "rewards.py has no function 'nope'"),
+    "loss of another kind": (
+        lambda _: {"trainer__loss": "rewards.py:right"},
+        "trainer.loss, tried with five tokens: TypeErr",
+    ),
+    "advantage of another kind": (
+        lambda _: {"preprocess__advantage": "rewards.py:right"},
+        "preprocess.advantage: TypeError",
+    ),
+    "another vocabulary": (
+        lambda _: {
+            "trainer__teacher": "demo-tools",
+            "trainer__kl_coefficient": 1.0,
+            "preprocess__zero_advantage": "keep",
+        },
+        "trainer.teacher: demo-tools has another vocabulary than",
+    ),
+    "no answers": (lambda _: {"trainer__warm_start__data": "data.jsonl"}, "data.jsonl, line 1: it needs `prompt` and"),
     "arguments of a class": (
         lambda folder: klass(folder, "def __init__(self, tokenizer, seed, size): ..."),
         "missing a required argument: 'size'; after `tokenizer` and `seed` it takes size (required)",
@@ -163,6 +181,9 @@ def test_the_arguments_of_a_built_in_environment_are_checked_without_a_process(
         ({"environment__kind": "math", "environment__args": "{path: data.jsonl}"}, False),
         ({"environment__kind": "mixture", "environment__args": "{environments: {a: {kind: task.py:Task}}}"}, False),
         ({"metrics__callback": "rewards.py:right"}, False),
+        ({"trainer__warm_start__data": "data.jsonl"}, False),
+        ({"trainer__loss": "rewards.py:right"}, True),
+        ({"preprocess__advantage": "rewards.py:right"}, True),
         (function(), True),
     ],
 )

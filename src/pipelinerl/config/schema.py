@@ -24,6 +24,13 @@ Names = Annotated[tuple[str, ...], Strict(False)]
 """`Strict(False)`: a list becomes a tuple. Its items are still checked strictly."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$", examples=["cpu", "cuda", "cuda:N"])]
 UserFunction = Annotated[str, Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$", examples=["path/to/file.py:function"])]
+
+
+def is_function(value: str) -> bool:
+    """Whether this value of a key that takes a `UserFunction` or a name is the former."""
+    return ":" in value
+
+
 TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
 SequenceCorrection = Literal["none", "truncate", "geo_truncate", "geo_mask"]
 

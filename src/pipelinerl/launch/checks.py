@@ -14,7 +14,7 @@ import msgspec
 
 import pipelinerl.errors
 from pipelinerl.config.load import config_to_yaml
-from pipelinerl.config.schema import EnvironmentConfig, RunConfig
+from pipelinerl.config.schema import EnvironmentConfig, RunConfig, is_function
 from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.process.child import ChildProcess
 from pipelinerl.process.forks import ForkServer
@@ -37,14 +37,15 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
 def check_before_the_start(config: RunConfig, forks: ForkServer | None = None) -> MemoryCheck:
     """The checks of a run before its processes start. Raises UserError for what would end the run.
 
-    User code is tried before any model is loaded: reward functions with answers; a class, files or a callback are only
-    loaded. Arguments may name files or functions. An embedded run builds its environment before all else.
+    User code is tried before any model is loaded: reward functions, losses and advantages with answers; a class, files or a
+    callback are only loaded. Arguments may name files or functions. An embedded run builds its environment before all else.
     """
-    memory, environment = check_without_running(config), config.environment
-    functions = environment.kind in ("function", "tools")
+    memory, environment, trainer = check_without_running(config), config.environment, config.trainer
+    functions = environment.kind in ("function", "tools") or trainer.teacher is not None
+    functions = functions or any(map(is_function, (trainer.loss, config.preprocess.advantage)))
     named = ":" in environment.kind or bool(environment.args or config.evaluation.sets)
     named = named and config.launch.kind != "embedded"
-    if not (functions or named or config.metrics.callback is not None):
+    if not (functions or named or trainer.warm_start or config.metrics.callback is not None):
         return memory
     found = try_environment(config, forks, attempts=functions).lines
     return memory._replace(lines=[*memory.lines, *(line for line in found if line.startswith("warning: "))])

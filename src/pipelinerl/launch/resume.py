@@ -30,7 +30,6 @@ from pipelinerl.launch.session import KeptGroup, StartPlan
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.metrics.reading import read_lines, read_records
 from pipelinerl.metrics.records import PublishedRecord, SessionRecord, StepRecord
-from pipelinerl.preprocess.preprocessor import newest_version
 from pipelinerl.run_directory import RunDirectory, existing_run
 from pipelinerl.types import Group, GroupLedger
 
@@ -173,3 +172,14 @@ def take_back(stream: GroupStream, position: QueuePosition, ledger: GroupLedger,
 
     stream.keep(position.offset, wanted)
     return kept
+
+
+def newest_version(group: Group) -> int:
+    """The newest version that computed any token of the group, including prompts."""
+    spans = (
+        span
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        for span in (*turn.completion.weight_versions, *turn.completion.prompt_versions)
+    )
+    return max((span.version for span in spans), default=group.started_version)

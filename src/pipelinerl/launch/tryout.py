@@ -22,7 +22,7 @@ from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import attempt, guarded, problem_for, score
 from pipelinerl.config.load import config_from_yaml
-from pipelinerl.config.schema import RunConfig
+from pipelinerl.config.schema import RunConfig, is_function
 from pipelinerl.environments.registry import find_class, make_environment, notes_of
 from pipelinerl.environments.single_turn import SingleTurn
 from pipelinerl.errors import ConfigError, EnvironmentSetupError, PipelineRLError, RolloutError
@@ -34,7 +34,7 @@ from pipelinerl.models.contract import read_contract
 from pipelinerl.preprocess.advantages import make_advantages
 from pipelinerl.preprocess.warm_start import read_examples
 from pipelinerl.types import Completion, GenerationRequest, Group, Rollout, SamplingParams, TokenEvent, VersionSpan
-from pipelinerl.user_code import find_function, names_a_function
+from pipelinerl.user_code import find_function
 
 SHOWN_CHARACTERS = 80
 WORD = "banana"
@@ -112,14 +112,14 @@ async def play_first(
 
 def try_functions(config: RunConfig, environment: Environment, played: Rollout) -> None:
     """Raises UserError if the user's function of `preprocess.advantage` or `trainer.loss` fails on made-up rewards."""
-    if names_a_function(config.preprocess.advantage):
+    if is_function(config.preprocess.advantage):
         pair = (msgspec.structs.replace(played, id=f"g0.a{reward}", reward=float(reward)) for reward in (0, 1))
         group = Group(index=0, problem=environment.problem(0), rollouts=tuple(pair), started=2)
         try:
             make_advantages(config.preprocess)(group)
         except RolloutError as error:
             raise EnvironmentSetupError(f"{error} (tried with two empty answers)") from error
-    if names_a_function(config.trainer.loss):
+    if is_function(config.trainer.loss):
         from pipelinerl.trainer.losses import try_loss  # noqa: PLC0415 - few runs have one
 
         try_loss(config.trainer, config.correction)

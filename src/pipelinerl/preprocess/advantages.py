@@ -8,10 +8,9 @@ from fractions import Fraction
 from functools import partial
 from typing import Literal
 
-from pipelinerl.config.schema import PreprocessConfig
+from pipelinerl.config.schema import PreprocessConfig, is_function
 from pipelinerl.errors import RolloutError
 from pipelinerl.types import Group, finite
-from pipelinerl.user_code import describe, find_function, names_a_function
 
 MAX_REWARD = 1e30
 """Rewards of a larger magnitude are rejected: the loss uses float32, whose largest number is 3e38."""
@@ -30,7 +29,9 @@ def make_advantages(config: PreprocessConfig) -> Advantages:
     """What `preprocess.advantage` names. Raises EnvironmentSetupError if it is a function that can't be loaded."""
     if config.advantage == "none":
         return lambda group: [0.0] * len(group.rollouts)
-    if names_a_function(config.advantage):
+    if is_function(config.advantage):
+        from pipelinerl.user_code import find_function  # noqa: PLC0415 - few runs have one
+
         return partial(_users, function=find_function(config.advantage), name=config.advantage)
     baseline: Baseline = "leave_one_out" if config.advantage == "leave_one_out" else "group_mean"
     return partial(group_advantages, baseline=baseline, normalize_std=config.normalize_std)
@@ -139,6 +140,8 @@ def _users(group: Group, *, function: Callable[[Group], object], name: str) -> l
     try:
         returned = function(group)
     except Exception as error:
+        from pipelinerl.user_code import describe  # noqa: PLC0415 - only for an error
+
         raise RolloutError(f"preprocess.advantage: {describe(error, name)}") from error
     if not isinstance(returned, Sequence) or len(returned) != len(group.rollouts):
         raise RolloutError(f"preprocess.advantage: {name} did not return a list of {len(group.rollouts)}, one per rollout")

@@ -82,17 +82,6 @@ def prepare(group: Group, config: PreprocessConfig, score: Scorer | None = None)
     )
 
 
-def newest_version(group: Group) -> int:
-    """The newest version that computed any token of the group, including prompts."""
-    spans = (
-        span
-        for rollout in group.rollouts
-        for turn in rollout.turns
-        for span in (*turn.completion.weight_versions, *turn.completion.prompt_versions)
-    )
-    return max((span.version for span in spans), default=group.started_version)
-
-
 def _sample(group: Group, rollout: Rollout, credit: Credit, observation_weight: float) -> TrainingSample:
     try:
         joined = join_turns(rollout.turns, observations=observation_weight > 0)

@@ -22,9 +22,8 @@ from functools import partial
 import torch
 
 from pipelinerl.config.correction import SEQUENCE_WEIGHTS, Correction, clip_range, resolve
-from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
+from pipelinerl.config.schema import CorrectionConfig, TrainerConfig, is_function
 from pipelinerl.errors import UserError
-from pipelinerl.user_code import describe, find_function, names_a_function
 
 DEFAULT_CORRECTION = CorrectionConfig()
 MAX_LOG_RATIO = 20.0
@@ -92,7 +91,9 @@ def make_loss(trainer: TrainerConfig, correction: CorrectionConfig = DEFAULT_COR
     objective: Loss
     if trainer.loss == "reinforce":
         objective = partial(reinforce, correction=resolved)
-    elif names_a_function(trainer.loss):
+    elif is_function(trainer.loss):
+        from pipelinerl.user_code import find_function  # noqa: PLC0415 - few runs have one
+
         objective = partial(_users, function=find_function(trainer.loss), name=trainer.loss)
     else:
         low, high = clip_range(trainer)
@@ -244,6 +245,8 @@ def try_loss(trainer: TrainerConfig, correction: CorrectionConfig) -> None:
     except UserError:
         raise
     except Exception as error:
+        from pipelinerl.user_code import describe  # noqa: PLC0415 - only for an error
+
         raise UserError(f"trainer.loss, tried with five tokens: {describe(error, trainer.loss)}") from error
     gradient_N = logprobs_N.grad
     if gradient_N is None or not gradient_N.isfinite().all() or not gradient_N.any() or not loss.isfinite():

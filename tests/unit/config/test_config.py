@@ -462,6 +462,25 @@ def written(folder: Path, **files: str) -> Path:
     return folder / f"{next(iter(files))}.yaml"
 
 
+def test_what_a_run_file_names_is_found_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own" / "teacher").mkdir(parents=True)
+    (tmp_path / "own" / "code.py").touch()
+    (tmp_path / "own" / "data.jsonl").touch()
+    run = (
+        "preprocess: {advantage: 'code.py:mine', zero_advantage: keep}\n"
+        "trainer: {loss: 'code.py:mine', teacher: teacher, kl_coefficient: 1, warm_start: {data: data.jsonl}}\n"
+    )
+    path = written(tmp_path / "own", run=run)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(path, ["--metrics.callback", "package.module:note"])
+    own, trainer = f"{tmp_path}/own", config.trainer
+    assert (config.preprocess.advantage, trainer.loss) == (f"{own}/code.py:mine", f"{own}/code.py:mine")
+    assert trainer.warm_start is not None
+    assert (trainer.teacher, trainer.warm_start.data) == (f"{own}/teacher", f"{own}/data.jsonl")
+    assert config.metrics.callback == "package.module:note"
+    assert load_config(path, ["--trainer.teacher", "demo"]).trainer.teacher == "demo"
+
+
 def test_a_run_file_extends_another(tmp_path: Path) -> None:
     (tmp_path / "shared" / "weights").mkdir(parents=True)
     written(

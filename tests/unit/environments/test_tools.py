@@ -13,7 +13,7 @@ import pytest
 from pipelinerl.environments import ToolTask
 from pipelinerl.environments.chat.tool_use import MAX_RESULT, tool_of
 from pipelinerl.environments.registry import make_environment
-from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError
+from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
 from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.types import Problem, Rollout
 from tests.unit.chat_parts import SamplingClient, calling, make_tokenizer
@@ -55,6 +55,24 @@ def test_the_calculator_answers_and_the_answer_earns(calculator: Any) -> None:
     few = make_environment(EXAMPLE, {"numbers": [2, 2], "highest": 10}, TOKENIZER, 0)
     trained = {few.problem(index).payload["expression"] for index in range(200)}
     assert trained.isdisjoint(problem.payload["expression"] for problem in few.held_out(20))
+
+
+def test_a_turn_earns_a_part_of_the_reward_with_the_right_call() -> None:
+    environment = make_environment(EXAMPLE, {"call_reward": 0.25}, TOKENIZER, 0)
+    wrong, right = (calling("calculate", expression=text) for text in ("12 + 30", "(12 + 30) * 2"))
+    rollout, _ = play(environment, SUM, wrong, right, "It is 84.")
+    assert ([turn.reward for turn in rollout.turns], rollout.reward) == ([0.0, 0.25, 0.0], 1.0)
+    rollout, _ = play(environment, SUM, right, "It is 85.")
+    assert ([turn.reward for turn in rollout.turns], rollout.reward) == ([0.25, 0.0], 0.25)
+    assert rollout.metrics["right"] == 0.0
+
+
+@pytest.mark.parametrize("turns", [[1.0], [1.0, None], "12", 3.0, [1.0, float("nan")]])
+def test_rewards_that_do_not_fit_the_turns_are_an_error(turns: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = make_environment(EXAMPLE, {}, TOKENIZER, 0)
+    monkeypatch.setattr(environment, "reward", lambda *_: {"reward": 1.0, "turns": turns})
+    with pytest.raises(RolloutError, match="turns"):
+        play(environment, SUM, calling("calculate", expression="2"), "It is 2.")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from pipelinerl.hub.client import HubReader
 from pipelinerl.hub.hub import ROLLOUTS_FILE, Hub
 from pipelinerl.hub.server import HubServer, WorkerKind
 from pipelinerl.hub.stream import FileStream
-from pipelinerl.launch.resume import take_back
+from pipelinerl.launch.resume import newest_version, take_back
 from pipelinerl.launch.session import KeptGroup
-from pipelinerl.preprocess.preprocessor import newest_version, prepare, run_stage
+from pipelinerl.preprocess.preprocessor import prepare, run_stage
 from pipelinerl.schedule import PipelineSchedule
 from pipelinerl.status.board import MemoryBoard
 from pipelinerl.trainer.queue import SampleQueue

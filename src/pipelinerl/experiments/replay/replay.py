@@ -39,16 +39,8 @@ DEVICE_KEYS = ("trainer.device", "trainer.threads", "engine.device", "engine.thr
 """Settings with which a replay still repeats the run, though not always to the bit."""
 COUNTERFACTUAL_KEYS = (
     *("trainer.loss", "trainer.clip_low", "trainer.clip_high", "trainer.dual_clip", "trainer.loss_normalization"),
-    *(
-        "trainer.kl_coefficient",
-        "trainer.kl_estimator",
-        "trainer.teacher",
-        "trainer.gradient_cosine",
-        "trainer.learning_rate",
-        "trainer.ess_lr",
-        "trainer.lr_schedule",
-        "trainer.warmup_steps",
-    ),
+    *("trainer.kl_coefficient", "trainer.kl_estimator", "trainer.teacher", "trainer.learning_rate", "trainer.ess_lr"),
+    *("trainer.lr_schedule", "trainer.warmup_steps", "trainer.gradient_cosine"),
     *("trainer.betas", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.micro_batch_tokens", "trainer.head_chunk"),
     *("correction.token", "correction.token_low", "correction.token_high", "correction.sequence", "correction.sequence_low"),
     *("correction.sequence_high", "correction.drift"),

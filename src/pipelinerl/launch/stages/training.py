@@ -28,7 +28,6 @@ from pipelinerl.launch.session import Session
 from pipelinerl.launch.stages.preprocessing import make_preprocessor, scores_in_the_step
 from pipelinerl.metrics.records import SessionRecord, StepRecord
 from pipelinerl.models.loading import load_model, load_tokenizer, refuse_adapter
-from pipelinerl.preprocess.warm_start import batches_of, read_examples
 from pipelinerl.process import stop_on_sigterm
 from pipelinerl.resources.machine import this_computer
 from pipelinerl.resources.roles import TRAINING, rank_roles
@@ -241,6 +240,8 @@ def open_trainer(
         begin()
     warm_start: tuple[Iterable[Sequence[TrainingSample]], float] = ((), 0.0)
     if (warm := config.trainer.warm_start) and checkpoint is None:
+        from pipelinerl.preprocess.warm_start import batches_of, read_examples  # noqa: PLC0415 - few runs have one
+
         warm_start = (batches_of(read_examples(warm, policy.tokenizer), warm, config.seed), warm.learning_rate)
     queue = SampleQueue(reader, by_index=session.schedule.in_rounds, position=state.positions, counts=state.counters.queue)
     with (
