@@ -90,7 +90,7 @@ WRONG = {
     "missing loss": (lambda _: {"trainer__loss": "rewards.py:nope"}, "rewards.py has no function 'nope'"),
     "loss of another kind": (
         lambda _: {"trainer__loss": "rewards.py:right"},
-        "trainer.loss, tried with five tokens: TypeErr",
+        "trainer.loss: TypeError",
     ),
     "advantage of another kind": (
         lambda _: {"preprocess__advantage": "rewards.py:right"},

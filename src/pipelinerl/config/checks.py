@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.correction import SEQUENCE_WEIGHTS, THRESHOLDS, WEIGHTED_LOSSES, resolve
 from pipelinerl.config.keys import spell
-from pipelinerl.config.schema import EngineConfig, RunConfig
+from pipelinerl.config.schema import EngineConfig, RunConfig, is_function
 
 
 class Need(NamedTuple):
@@ -70,7 +70,7 @@ def mistakes(config: RunConfig) -> Iterator[str]:
         if value != default and attrgetter(other)(config) not in values:
             yield f"{key}: {why}; set it to {spell(default)}, or {other} to {' or '.join(values)}"
     yield from _engine(config.engine)
-    for rules in (_schedule, _stream, _sampling, _trainer, _correction, _processes):
+    for rules in (_schedule, _stream, _sampling, _trainer, _credit, _correction, _processes):
         yield from rules(config)
 
 
@@ -163,19 +163,6 @@ def _trainer(config: RunConfig) -> Iterator[str]:
             f"preprocess.zero_advantage: with {key} above 0, samples of zero advantage have a gradient too, which `skip` "
             "would ignore; set it to keep (or to drop, to leave such samples out)"
         )
-    preprocess = config.preprocess
-    if trainer.kl_estimator != "k3" and not trainer.kl_coefficient:
-        yield "trainer.kl_estimator: there is no KL term without trainer.kl_coefficient; set it above 0"
-    if trainer.teacher and not trainer.kl_coefficient:
-        yield "trainer.teacher: a teacher needs the KL term; set trainer.kl_coefficient above 0"
-    if trainer.teacher_is_server and config.actor.temperature != 1:
-        yield "trainer.teacher: a server scores at temperature 1; set actor.temperature to 1"
-    if trainer.teacher_key_env and not trainer.teacher_is_server:
-        yield "trainer.teacher_key_env: trainer.teacher is no server; set it to null"
-    if preprocess.advantage == "none" and not (trainer.kl_coefficient or preprocess.observation_weight):
-        yield "preprocess.advantage: with `none` there is nothing to learn from; set trainer.kl_coefficient above 0"
-    if preprocess.normalize_std and preprocess.advantage not in ("group_mean", "leave_one_out"):
-        yield f"preprocess.normalize_std: `{preprocess.advantage}` has no effect of it; set it to false"
     if evaluation.every and not evaluation.problems:
         yield "evaluation.every: there are no problems to evaluate with; set evaluation.problems, or evaluation.every to 0"
     if evaluation.sets and not evaluation.problems:
@@ -184,6 +171,33 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield f"evaluation.sets: {wrong[0]!r} is no name for a set; use letters, digits, - and _"
     if trainer.compile and (trainer.ranks > 1 or trainer.gradient_checkpointing):
         yield "trainer.compile: not with several ranks or gradient_checkpointing; set it to false"
+
+
+def _credit(config: RunConfig) -> Iterator[str]:
+    """Advantages, the KL term and its teacher, and losses of the user."""
+    trainer = config.trainer
+    preprocess = config.preprocess
+    if trainer.kl_estimator != "k3" and not trainer.kl_coefficient:
+        yield "trainer.kl_estimator: there is no KL term without trainer.kl_coefficient; set it above 0"
+    if trainer.teacher and not trainer.kl_coefficient:
+        yield "trainer.teacher: a teacher needs the KL term; set trainer.kl_coefficient above 0"
+    if trainer.teacher == "":
+        yield "trainer.teacher: it is empty; give a folder, a hub id or a URL, or set it to null"
+    if trainer.teacher_is_server and not re.fullmatch(r"https?://[^/@\s]+/?", trainer.teacher or ""):
+        yield "trainer.teacher: a server is http://HOST:PORT, without a path; its key goes into trainer.teacher_key_env"
+    for key in ("clip_low", "clip_high", "dual_clip") if is_function(trainer.loss) else ():
+        if getattr(trainer, key) != type(trainer).model_fields[key].default:
+            yield f"trainer.{key}: a loss of your own does not get it; remove it"
+    if trainer.teacher_is_server and config.actor.temperature != 1:
+        yield "trainer.teacher: a server scores at temperature 1; set actor.temperature to 1"
+    if trainer.teacher_key_env and not trainer.teacher_is_server:
+        yield "trainer.teacher_key_env: trainer.teacher is no server; set it to null"
+    if preprocess.advantage == "none" and not (trainer.kl_coefficient or preprocess.observation_weight):
+        yield "preprocess.advantage: with `none` there is nothing to learn from; set trainer.kl_coefficient above 0"
+    if preprocess.advantage == "none" and preprocess.zero_advantage == "drop" and not preprocess.observation_weight:
+        yield "preprocess.zero_advantage: with advantage `none`, `drop` would leave out every rollout; set it to keep"
+    if preprocess.normalize_std and preprocess.advantage not in ("group_mean", "leave_one_out"):
+        yield f"preprocess.normalize_std: it has no effect with `{preprocess.advantage}`; set it to false"
 
 
 def _correction(config: RunConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A run file and dotted command-line flags, made into a `RunConfig`; each mistake is one line that names its place.
 
-Relative paths. Three values of a run file may name something on disk: `model.path` (a folder), and the file part of
+Relative paths. Some values of a run file may name something on disk: `model.path` (a folder), and the file part of
 `environment.kind` (`tasks/my.py:MyTask`), `trainer.loss` and others. If it exists relative to the run file's folder, or else
 relative to the working directory, it becomes an absolute path, so that the resolved configuration means the same from
 anywhere. In flags only the working directory counts. Nothing else is touched: not `run_dir`, and no value in
@@ -266,7 +266,7 @@ def _read(path: Path) -> str:
 
 def _absolute(key: str, value: Any, folders: Sequence[Path]) -> Any:
     """`value` with an absolute path if it names something that exists relative to one of `folders`."""
-    if key not in PATHS or not isinstance(value, str):
+    if key not in PATHS or not isinstance(value, str) or not value:
         return value
     if key in FUNCTIONS:
         file, _, name = value.rpartition(":")

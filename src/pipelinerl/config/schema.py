@@ -234,7 +234,7 @@ class PreprocessConfig(Section, frozen=True):
     """Divide advantages by the group's standard deviation (GRPO)."""
     zero_advantage: Literal["skip", "keep", "drop"] = "skip"
     """Samples whose advantage is 0 have no gradient. `skip`: they count towards the B of a step but cost no forward pass
-    (not possible with a KL penalty or `correction.drift`). `keep`: compute them anyway. `drop`: leave them out, so that a
+    (not possible with a KL term or `correction.drift`). `keep`: compute them anyway. `drop`: leave them out, so that a
     step has B other samples (DAPO's dynamic sampling; `generated_per_trained` in the summary says what it costs).
     """
     observation_weight: NotNegative = 0.0
@@ -270,7 +270,10 @@ class CorrectionConfig(Section, frozen=True):
 
 
 class WarmStartConfig(Section, frozen=True):
-    """Steps of supervised training on given answers, before the first weights are published as version 0."""
+    """Steps of supervised training on given answers, before the first weights are published as version 0.
+
+    The optimizer's state begins again after it.
+    """
 
     data: str
     """File of JSON lines: `{"prompt": ..., "completion": ...}`, or `{"messages": [...]}`, whose assistant's messages are
@@ -321,7 +324,7 @@ class TrainerConfig(Section, frozen=True):
     teacher_key_env: str | None = None
     """Environment variable with the API key of the server of `teacher`."""
     kl_estimator: Literal["k3", "k1"] = "k3"
-    """`k3`: a penalty in the loss, whose gradient is in expectation the one of KL(reference || pi). `k1`: log pi - log
+    """`k3`: a penalty in the loss; its expected gradient is the gradient of KL(reference || pi). `k1`: log pi - log
     reference is subtracted from each token's advantage, which gives the gradient of KL(pi || reference).
     """
     learning_rate: Positive = 1e-6
@@ -347,8 +350,8 @@ class TrainerConfig(Section, frozen=True):
     `auto`: 128 (GPU: 1024) for micro-batches with more than 2^28 logits, else all at once. 0: always all at once.
     """
     gradient_cosine: bool = False
-    """Record the cosine of each step's gradient and the previous one's: the metric `gradient_cosine`. It costs a copy of the
-    gradients.
+    """Record the cosine of each step's gradient and the previous one's: the metric `gradient_cosine`. It costs two copies of
+    the gradients.
     """
     ess_threshold: ShareBelowOne = 0.0
     """If a batch's normalised effective sample size is below this, no step is taken: the batch and all stale rollouts are
@@ -444,7 +447,7 @@ class LaunchConfig(Section, frozen=True):
     placed where there is room.
     """
     preprocessor: Literal["with_trainer", "process"] = "with_trainer"
-    """Where rollouts are prepared, and scored by the reference model of a KL penalty: in the trainer's process, or in a
+    """Where rollouts are prepared, and scored by the reference model of a KL term: in the trainer's process, or in a
     separate process in parallel.
     """
     restarts: Natural = 3

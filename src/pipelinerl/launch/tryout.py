@@ -31,6 +31,7 @@ from pipelinerl.launch import GARBAGE_THRESHOLD
 from pipelinerl.launch.checks import TryoutMessage, TryoutReport
 from pipelinerl.launch.stages.preprocessing import server_scorer
 from pipelinerl.models.contract import read_contract
+from pipelinerl.models.encoding import vocabulary_digest
 from pipelinerl.preprocess.advantages import make_advantages
 from pipelinerl.preprocess.warm_start import read_examples
 from pipelinerl.types import Completion, GenerationRequest, Group, Rollout, SamplingParams, TokenEvent, VersionSpan
@@ -146,11 +147,13 @@ async def try_environment(
     server = server_scorer(config)
     if (teacher := config.trainer.teacher) and server is None:
         send("loads the teacher's tokenizer")
-        if load_tokenizer(config.trainer.reference(config.model)).get_vocab() != tokenizer.get_vocab():
+        theirs = load_tokenizer(config.trainer.reference(config.model))
+        if vocabulary_digest(theirs) != vocabulary_digest(tokenizer):
             raise ConfigError(f"trainer.teacher: {teacher} has another vocabulary than {config.model.path}")
     if config.trainer.warm_start:
         send("reads the examples of the warm start")
-        read_examples(config.trainer.warm_start, tokenizer)
+        model = load_config(config.model)
+        read_examples(config.trainer.warm_start, tokenizer, slot_length(model, None))
     contract = read_contract(model := load_config(config.model), tokenizer, config.engine.max_length)
     send("builds the environment")
     began_s = time.monotonic()
@@ -165,7 +168,7 @@ async def try_environment(
     try_functions(config, environment, played)
     if server is not None:
         send("asks the teacher")
-        server.check(tokenizer, first.prompt_ids)
+        server.check(tokenizer, first.prompt_ids, len(first.prompt_ids) + first.sampling.max_tokens)
     prompt, longest = tokenizer.decode(first.prompt_ids), slot_length(model, config.engine.max_length)
     shown = prompt if len(prompt) <= SHOWN_CHARACTERS else f"{prompt[:SHOWN_CHARACTERS]}..."
     fits = config.engine.urls or len(first.prompt_ids) + first.sampling.max_tokens <= longest  # servers have own slots

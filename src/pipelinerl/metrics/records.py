@@ -42,7 +42,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     version                 version of the weights after the step (1 after the first step)
     time_s                  end of the step, since the run started; a resumed run continues from its last record
     samples                 rollouts in the step, including `samples_skipped` without gradient (advantage 0)
-    tokens_trained          sampled tokens with a gradient; `tokens_context` counts prompt tokens computed by the model
+    tokens_trained          sampled and given tokens with a gradient; `tokens_context` counts the others in the model's input
     reward_mean             over the rollouts of the batch; `reward_std` is their standard deviation
     reward_read_mean        over these and the rollouts that were dropped at the trainer since the previous step. A filter by
                             reward, like `zero_advantage: drop`, changes `reward_mean`, but not this mean

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import xxhash
+
 from pipelinerl.interfaces import Tokenizer
 
 Message = Mapping[str, str]
@@ -56,3 +58,8 @@ def plain_backend(tokenizer: Tokenizer, outer: str, inner: str) -> Any:
     if modules != ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]:
         return None
     return getattr(tokenizer, "backend_tokenizer", None)
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """A digest of which token has which id."""
+    return xxhash.xxh3_64_hexdigest(repr(sorted(tokenizer.get_vocab().items())).encode())

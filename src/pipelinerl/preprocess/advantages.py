@@ -125,7 +125,7 @@ def minimum_variance(group: Group) -> list[float]:
         others = [j for j in range(len(rewards)) if j != i]
         total = sum(norms[j] for j in others)
         weights = [norms[j] / total if total else 1 / len(others) for j in others]
-        found.append(reward - sum(w * rewards[j] for w, j in zip(weights, others, strict=True)) if others else 0.0)
+        found.append(float(sum(w * (reward - rewards[j]) for w, j in zip(weights, others, strict=True))))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipelinerl.config.schema import PreprocessConfig
-from pipelinerl.errors import RolloutError
+from pipelinerl.errors import RolloutError, UserError
 from pipelinerl.hub.client import HubReader
 from pipelinerl.interfaces import Board
 from pipelinerl.preprocess.advantages import Credit, make_advantages
@@ -42,21 +42,23 @@ POLL_S = 0.002
 
 Scorer = Callable[[Sequence[Segment]], Sequence[Sequence[float]]]
 """For each segment, the log-probabilities of its sampled tokens, in order of position, under the reference model of the KL
-penalty. They are at the temperature of training rollouts, like `behaviour_logprobs`. A call has all segments of a group."""
+term. They are at the temperature of training rollouts, like `behaviour_logprobs`. A call has all segments of a group."""
 
 
-def prepare(group: Group, config: PreprocessConfig, score: Scorer | None = None) -> Prepared:
+def prepare(group: Group, config: PreprocessConfig, score: Scorer | None = None, *, scores_prompts: bool = True) -> Prepared:
     """Turn a group into samples. Advantages are computed over the whole group, before rollouts are dropped.
 
     A rollout is dropped for the first of these reasons that applies:
     `empty`: it has no sampled tokens; `overlong`: its last completion was cut at its token limit (`overlong: drop`);
     `zero_advantage`: its advantage is 0, so it has no policy gradient (`zero_advantage: drop`).
 
-    Raises RolloutError, naming the group and rollout, for an inconsistent rollout.
+    Without `scores_prompts`, a turn with a prompt of its own for the teacher is refused: what scores it does not have this.
+
+    Raises RolloutError, naming the group and rollout, for an inconsistent rollout, and UserError for such a prompt.
     """
     try:
         found = make_advantages(config)(group)
-    except ValueError as error:
+    except (ValueError, RolloutError) as error:
         raise RolloutError(f"group {group.index}: {error}") from error
     samples: list[TrainingSample] = []
     scored: list[list[Segment]] = []
@@ -71,7 +73,13 @@ def prepare(group: Group, config: PreprocessConfig, score: Scorer | None = None)
             dropped.append(DroppedRollout.of(sample, "zero_advantage"))
         else:
             samples.append(sample)
-            scored.append(_scored(sample, rollout))
+            if not scores_prompts and any(turn.teacher_prompt_ids for turn in rollout.turns):
+                raise UserError(
+                    "launch.preprocessor: the trainer's ranks can't score a teacher's own prompts (`teacher_prompt`); "
+                    "set it to process"
+                )
+            if score is not None:
+                scored.append(_scored(sample, rollout))
     if score is not None and samples:
         samples = _with_reference(samples, scored, score)
     return Prepared(

@@ -26,8 +26,11 @@ class Example(msgspec.Struct, frozen=True):
     messages: list[dict[str, str]] = []
 
 
-def read_examples(config: WarmStartConfig, tokenizer: Any) -> list[TrainingSample]:
-    """The examples of the file, with supervised answers. Raises UserError, with the line, for any that can't be used."""
+def read_examples(config: WarmStartConfig, tokenizer: Any, longest: int | None = None) -> list[TrainingSample]:
+    """The examples of the file, with supervised answers.
+
+    Raises UserError, with the line, for any that can't be used, or has more than `longest` tokens.
+    """
     samples = list[TrainingSample]()
     try:
         lines = Path(config.data).expanduser().read_bytes().splitlines()
@@ -38,11 +41,14 @@ def read_examples(config: WarmStartConfig, tokenizer: Any) -> list[TrainingSampl
             continue
         try:
             turns = [_turn(*pair) for pair in _pairs(msgspec.json.decode(line, type=Example), tokenizer)]
+            joined = join_turns(turns).segments
+            if longest is not None and (length := max(len(one.token_ids) for one in joined)) > longest:
+                raise ValueError(f"it has {length} tokens, and the model takes {longest}")
         except Exception as error:  # of the file, or of a template or tokenizer, which may raise anything
             what = "" if isinstance(error, (*INVALID_DATA, ValueError)) else "the model's tokenizer or template refuses it: "
             text = " ".join(str(error).split())
             raise UserError(f"trainer.warm_start.data: {config.data}, line {number}: {what}{text}") from error
-        segments = [msgspec.structs.replace(one, sampled=(), supervised=one.sampled) for one in join_turns(turns).segments]
+        segments = [msgspec.structs.replace(one, sampled=(), supervised=one.sampled) for one in joined]
         samples.append(
             TrainingSample(
                 id=f"example {number}",
@@ -79,6 +85,8 @@ def _pairs(example: Example, tokenizer: Any) -> Iterator[tuple[Ids, Ids]]:
         yield encode_prompt(tokenizer, example.prompt), (*ids, *([] if end is None else [end]))
         return
     if not isinstance(example.prompt, str):
+        if not example.completion:
+            raise ValueError("it needs `prompt` and `completion`, or `messages`")
         messages = [*example.prompt, {"role": "assistant", "content": example.completion}]
     answers = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers or answers[0] == 0:
@@ -88,8 +96,11 @@ def _pairs(example: Example, tokenizer: Any) -> Iterator[tuple[Ids, Ids]]:
         whole = encode_prompt(tokenizer, messages[: at + 1], {"add_generation_prompt": False})
         if whole[: len(prompt)] != prompt:
             raise ValueError("the chat template renders an answer otherwise than it asks for it, so it can't be trained on")
-        last = max((place for place, token in enumerate(whole) if token == end), default=len(whole) - 1)
-        yield prompt, whole[len(prompt) : last + 1]
+        answer = whole[len(prompt) :]
+        if not answer:
+            raise ValueError("the chat template renders an empty answer")
+        last = max((place for place, token in enumerate(answer) if token == end), default=len(answer) - 1)
+        yield prompt, answer[: last + 1]
 
 
 def _turn(prompt: Ids, answer: Ids) -> Turn:

@@ -162,7 +162,7 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
     return [
         Use("weights", (4 if sharded else item) * rows, device),  # ranks have the master copy
         Use("master weights in float32", (4 + item) * trained * (alone and item != 4), device),  # and gradients as computed
-        Use("gradients", 4 * trained, device),
+        Use("gradients", 4 * trained * (1 + 2 * trainer.gradient_cosine), device),  # the last step's, and a copy
         Use("Adam's moments", 8 * trained, device),
         Use("gathered weights", gathered * (ranks > 1), device),
         Use("weights to be published", published * (rank == 0 and not alone), HOST if ranks > 1 else device),

@@ -58,7 +58,10 @@ def shape_of(config: RunConfig) -> ModelShape | None:
     Raises ModelLoadError if there is no model.
     """
     shape, trainer = _shape_at(config.model.path), config.trainer
-    teacher = _shape_at(trainer.teacher) if trainer.teacher and not trainer.teacher_is_server else None
+    try:
+        teacher = _shape_at(trainer.teacher) if trainer.teacher and not trainer.teacher_is_server else None
+    except ModelLoadError as error:
+        raise ModelLoadError(str(error).replace("model.path", "trainer.teacher", 1)) from error
     return replace(shape, teacher=teacher.parameters) if shape and teacher else shape
 
 

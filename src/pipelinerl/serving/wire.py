@@ -33,7 +33,8 @@ STATUS = {
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A server's limits, weights and load. `instance` changes at a restart, which loses all requests and weight updates.
 
-    `decode_steps`: steps since the start; 0 if the server does not count them.
+    `decode_steps`: steps since the start; 0 if the server does not count them. `vocabulary_digest`: see
+    `models.encoding`.
     """
 
     instance: str
@@ -48,6 +49,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     in_progress: int
     queued: int
     decode_steps: int = 0
+    vocabulary_digest: str = ""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True):

@@ -129,11 +129,11 @@ class RowLogprobs:
         return ChunkedHead.of(self._forward, temperature=self._temperature, chunk=chunk)
 
 
-# ---- log-probabilities under the initial model, for the KL penalty
+# ---- log-probabilities under the reference model of the KL term
 
 
 class FrozenModelScorer:
-    """Scores sampled tokens under `model`, a copy of the initial model that it freezes.
+    """Scores sampled tokens under `model`, the initial model or a teacher, which it freezes.
 
     With `lora`, `model` is the model being trained, and scores are computed without its adapters, so no copy is needed.
     `temperature` is the sampling temperature of the rollouts. Segments run in packed batches of at most `micro_batch_tokens`

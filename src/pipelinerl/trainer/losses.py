@@ -4,7 +4,7 @@ Every loss maps `LossInputs`, the concatenated sampled tokens of one micro-batch
 here. The caller divides by a number of the whole optimizer step, not of the micro-batch,
 
     step loss = 1/Z * sum over micro-batches, over tokens n, of loss_N[n]
-    Z = rollouts of the step (`sequences`)   or   sampled tokens of the step (`tokens`)
+    Z = rollouts of the step (`sequences`)   or   sampled tokens of the step, or given ones if there are none (`tokens`)
 
 so that the gradient of a step does not depend on packing. A rollout is never split over micro-batches: `gspo` and the
 sequence corrections need all of its tokens at once.
@@ -108,6 +108,9 @@ def make_loss(trainer: TrainerConfig, correction: CorrectionConfig = DEFAULT_COR
 
 def _loss(inputs: LossInputs, *, objective: Loss, correction: Correction, trainer: TrainerConfig) -> LossOutput:
     """Raises ValueError for a KL term without reference log-probabilities."""
+    if not len(inputs.logprobs_N):  # of given tokens alone
+        none_N = torch.zeros_like(inputs.logprobs_N, dtype=torch.bool)
+        return LossOutput(inputs.logprobs_N, none_N, none_N)
     coefficient = trainer.kl_coefficient
     reference_N = inputs.reference_logprobs_N if coefficient > 0 else None
     if coefficient > 0 and reference_N is None:
@@ -228,7 +231,10 @@ def clipped_surrogate(
 
 
 def try_loss(trainer: TrainerConfig, correction: CorrectionConfig) -> None:
-    """Raises UserError if `trainer.loss`, a function, fails for five tokens of two rollouts, three of them stale."""
+    """Raises UserError if `trainer.loss`, a function, fails for five tokens of two rollouts, three of them stale.
+
+    Without penalties, whose gradient would hide that it has none.
+    """
     logprobs_N = torch.linspace(-3.0, -0.1, 5, requires_grad=True)
     inputs = LossInputs(
         logprobs_N=logprobs_N,
@@ -239,29 +245,33 @@ def try_loss(trainer: TrainerConfig, correction: CorrectionConfig) -> None:
         sequence_count=2,
         reference_logprobs_N=torch.linspace(-2.9, -0.3, 5) if trainer.kl_coefficient else None,
     )
-    try:
-        loss = make_loss(trainer, correction)(inputs).loss_N.sum()
+    alone = trainer.model_copy(update={"kl_coefficient": 0.0})
+    loss = make_loss(alone, correction.model_copy(update={"drift": 0.0}))(inputs).loss_N.sum()
+    if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-    except UserError:
-        raise
-    except Exception as error:
-        from pipelinerl.user_code import describe  # noqa: PLC0415 - only for an error
-
-        raise UserError(f"trainer.loss, tried with five tokens: {describe(error, trainer.loss)}") from error
     gradient_N = logprobs_N.grad
     if gradient_N is None or not gradient_N.isfinite().all() or not gradient_N.any() or not loss.isfinite():
-        raise UserError(f"trainer.loss, tried with five tokens: {trainer.loss} has no finite loss, or no gradient")
+        raise UserError(f"trainer.loss: {trainer.loss}, tried with five tokens, has no finite loss, or no gradient")
 
 
 def _users(inputs: LossInputs, *, function: Callable[[LossInputs], LossOutput | torch.Tensor], name: str) -> LossOutput:
-    """What a function of the user returns: the terms (N,), or a `LossOutput`. Raises UserError for anything else."""
-    output = function(inputs)
+    """What a function of the user returns: the terms (N,), or a `LossOutput`.
+
+    Raises UserError for anything else, and for what the function raises.
+    """
+    try:
+        output = function(inputs)
+    except Exception as error:
+        from pipelinerl.user_code import describe  # noqa: PLC0415 - only for an error
+
+        raise UserError(f"trainer.loss: {describe(error, name)}") from error
     if isinstance(output, torch.Tensor):
         none_N = torch.zeros_like(inputs.advantages_N, dtype=torch.bool)
         output = LossOutput(output, none_N, none_N)
-    wanted, shape = inputs.logprobs_N.shape, getattr(getattr(output, "loss_N", None), "shape", None)
-    if shape != wanted:
-        found = f"a {type(output).__name__}" if shape is None else f"terms of shape {tuple(shape)}"
+    wanted = inputs.logprobs_N.shape
+    shapes = [getattr(part, "shape", None) for part in vars(output).values()] if isinstance(output, LossOutput) else [None]
+    if shapes != [wanted] * len(shapes):
+        found = f"shape {tuple(shapes[0])}" if shapes[0] is not None else type(output).__name__
         raise UserError(f"trainer.loss: {name} returned {found}, not one term per token, a tensor {tuple(wanted)}")
     return output
 

@@ -89,7 +89,7 @@ class Optimizer:
         """The cosine of this step's gradient and the previous step's; None in the first step. To be called before `step`."""
         now = [local(master.grad).clone() for master in self._masters.values() if master.grad is not None]
         before, self._before = self._before, now
-        pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(now, before, strict=False)]
+        pairs = ((a.double().flatten(), b.double().flatten()) for a, b in zip(now, before, strict=False))
         parts = [torch.stack([a @ b, a @ a, b @ b]) for a, b in pairs]
         if not parts:
             return None
@@ -103,6 +103,11 @@ class Optimizer:
     def _not_finite(self) -> list[str]:
         """Names of the weights with a value that is not finite."""
         return not_finite(self._weights)
+
+    def reset(self) -> None:
+        """Forget the moments, the number of steps and the gradients."""
+        self._adam.state.clear()
+        self._before = []
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step count of each parameter, as `NAME.exp_avg` and so on, and `NAME.master` if there is one."""

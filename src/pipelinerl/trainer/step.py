@@ -151,6 +151,10 @@ class Learner:
         """Restore the optimizer's state. Raises CheckpointError if it can't be read or is of another model."""
         self.optimizer.load_state(checkpoint.optimizer_state())
 
+    def reset_optimizer(self) -> None:
+        """Forget the moments and the number of steps, as after a warm start."""
+        self.optimizer.reset()
+
     @torch.no_grad()
     def logits(self, segments: Sequence[Segment]) -> Tensor:
         """Logits [P, V] that predict the segments' sampled tokens."""

@@ -128,6 +128,7 @@ class Trainer:
             self._status.report("working", f"warm start, step {number}{before}", now=True)
             losses.append(self._learner.step(samples, self._version, rate=rate).loss)
         if losses:
+            self._learner.reset_optimizer()
             _log.warning("warm start: %d steps, loss %.4g at first, %.4g at last", len(losses), losses[0], losses[-1])
         self._status.report("working", f"publishing the weights of version {self._version}", now=True)
         self._publish()

@@ -192,3 +192,14 @@ def test_the_baseline_of_smallest_variance_weights_rewards_by_squared_norms(made
         plain = fmean([other for _, other in others] or [reward])
         baseline = sum(norm * other for norm, other in others) / total if total else plain
         assert found[i] == pytest.approx(reward - baseline, rel=1e-9, abs=1e-9)
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.lists(st.floats(-5, 0), max_size=4), min_size=1, max_size=6))
+def test_equal_rewards_have_no_advantage_over_the_baseline_of_smallest_variance(
+    reward: float, made: list[list[float]]
+) -> None:
+    rollouts = [
+        Rollout(id=str(i), reward=reward, turns=(turn((9,), range(len(logprobs)), logprobs, 0),))
+        for i, logprobs in enumerate(made)
+    ]
+    assert minimum_variance(group(9, rollouts)) == [0.0] * len(made)

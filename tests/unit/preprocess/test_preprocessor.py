@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.schema import PreprocessConfig
-from pipelinerl.errors import RolloutError
+from pipelinerl.errors import RolloutError, UserError
 from pipelinerl.preprocess.advantages import advantages
 from pipelinerl.preprocess.preprocessor import join_turns, prepare
 from pipelinerl.types import FinishReason, Rollout, Segment, Turn, VersionSpan, spans_from_versions
@@ -145,6 +145,8 @@ def test_a_teacher_scores_each_turn_after_its_own_prompt_if_it_has_one() -> None
         ((100, 101, 0, 1), ((2, 4),)),
     ]
     assert prepared.samples[0].segments == prepare(group(9, [base]), PreprocessConfig()).samples[0].segments
+    with pytest.raises(UserError, match="set it to process"):
+        prepare(group(9, [taught]), PreprocessConfig(), scores_prompts=False)
     assert prepared.samples[0].reference_logprobs == pytest.approx((-100.0, -100.1, -7.0, -7.1))
 
 

@@ -28,6 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 THINKS = TEMPLATE.replace("a:{% endif %}", "a:<think>{% endif %}")
+BEGINS = "<eos>" + TEMPLATE.replace("<eos>", "")  # the end token stands only before the answers
 
 
 def examples(folder: Path, *rows: object, template: str | None = TEMPLATE) -> list[TrainingSample]:
@@ -59,6 +60,8 @@ def test_all_answers_of_a_chat_are_trained_on_and_nothing_else(tmp_path: Path) -
     assert shown(sample) == [("u:2+2\na:4<eos>\nu:3+3\na:6<eos>", ["4<eos>", "6<eos>"])]
     (same,) = examples(tmp_path, {"prompt": CHAT[:3], "completion": "6"})
     assert shown(same) == shown(sample)
+    (other,) = examples(tmp_path, {"messages": CHAT[:2]}, template=BEGINS)
+    assert shown(other) == [("<eos>u:2+2\na:4\n", ["4\n"])]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,7 @@ def test_all_answers_of_a_chat_are_trained_on_and_nothing_else(tmp_path: Path) -
     [
         ("{", TEMPLATE, "line 3: "),
         ({"prompt": "x"}, TEMPLATE, "line 3: it needs `prompt` and `completion`"),
+        ({"prompt": CHAT[:1], "answer": "4"}, TEMPLATE, "line 3: it needs `prompt` and `completion`"),
         ({"messages": CHAT[:1]}, TEMPLATE, "line 3: `messages` have no answer"),
         ({"messages": [{"role": 1, "content": "x"}]}, TEMPLATE, "line 3: Expected `str`"),
         ({"messages": CHAT}, None, "line 3: the model's tokenizer has no chat template"),
@@ -75,6 +79,14 @@ def test_all_answers_of_a_chat_are_trained_on_and_nothing_else(tmp_path: Path) -
 def test_a_line_that_cannot_be_used_is_named(row: object, template: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"trainer.warm_start.data: .*{message}"):
         examples(tmp_path, {"prompt": "x", "completion": "y"}, row, template=template)
+
+
+def test_an_example_that_the_model_is_too_short_for_is_named(tmp_path: Path) -> None:
+    examples(tmp_path, {"prompt": "abc", "completion": "d"})
+    config = WarmStartConfig(data=str(tmp_path / "data.jsonl"))
+    assert read_examples(config, byte_tokenizer(), longest=5)
+    with pytest.raises(UserError, match="line 1: it has 5 tokens, and the model takes 4"):
+        read_examples(config, byte_tokenizer(), longest=4)
 
 
 def test_a_file_without_examples_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
-from pipelinerl.errors import UserError
+from pipelinerl.errors import EnvironmentSetupError, UserError
 from pipelinerl.trainer.losses import Loss, LossInputs, LossOutput, kl_penalty, make_loss, try_loss
 
 LOW, HIGH, DUAL = 0.2, 0.3, 1.4
@@ -338,6 +338,11 @@ def odd(inputs):
     return inputs.rewards_N
 def nothing(inputs):
     return None
+def half(inputs):
+    from pipelinerl.trainer.losses import LossOutput
+    return LossOutput(plain(inputs), None, None)
+def largest(inputs):
+    return plain(inputs) * 0 + plain(inputs).max()
 """
 
 
@@ -360,14 +365,20 @@ def test_a_function_of_the_user_is_an_objective_like_any_other(users: str) -> No
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("summed", r"terms of shape \(\).*a tensor \(5,\)"),
-        ("flat", "does not require grad"),
+        ("summed", r"returned shape \(\).*a tensor \(5,\)"),
+        ("flat", "no finite loss, or no gradient"),
+        ("half", "returned shape .*|returned LossOutput"),
         ("broken", "no finite loss"),
         ("odd", r"losses.py, line \d+: AttributeError.*rewards_N"),
-        ("nothing", "returned a NoneType"),
+        ("nothing", "returned NoneType"),
         ("missing", "no function 'missing'"),
     ],
 )
 def test_a_wrong_function_is_refused_before_the_run(users: str, name: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        try_loss(config(f"{users}:{name}"), CorrectionConfig())
+    for penalties, drift in (({}, 0.0), ({"kl_coefficient": 0.1}, 0.1)):  # which have a gradient of their own
+        with pytest.raises((UserError, EnvironmentSetupError), match=message):
+            try_loss(config(f"{users}:{name}", **penalties), CorrectionConfig(drift=drift))
+
+
+def test_a_function_of_the_user_gets_no_empty_batch(users: str) -> None:
+    assert make_loss(config(f"{users}:largest"))(make_inputs([])).loss_N.shape == (0,)

@@ -149,7 +149,11 @@ def test_tokens_with_own_advantages_and_given_tokens_have_the_gradient_of_their_
         torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)
 
 
-def test_a_step_on_given_tokens_alone_is_cross_entropy() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "kl_estimator": "k1"}, {"loss": "gspo"}, {"loss": "decoupled"}],
+)
+def test_a_step_on_given_tokens_alone_is_cross_entropy(changes: dict[str, object]) -> None:
     model = make_model()
     ids = [(1, 5, 9, 2, 7, 7), (3, 3, 8)]
     samples = [
@@ -166,7 +170,7 @@ def test_a_step_on_given_tokens_alone_is_cross_entropy() -> None:
     ]
     given = [Segment(token_ids=one, sampled=((2, len(one)),)) for one in ids]
     expected = -own_logprobs(model, given).mean()
-    result = learner(model).step(samples, version=0)
+    result = learner(model, **changes).step(samples, version=0)
     assert result.loss == pytest.approx(expected.item(), rel=1e-6)
     assert (result.tokens_trained, result.tokens_context, result.metrics) == (5, 4, None)
     assert result.stepped
@@ -398,4 +402,7 @@ def test_the_cosine_of_successive_gradients() -> None:
             expected = torch.nn.functional.cosine_similarity(before, now, dim=0)
             assert result.gradient_cosine == pytest.approx(expected.item(), abs=1e-5)
         before = now
+    training.reset_optimizer()
+    assert training.optimizer.state() == {}
+    assert training.step(samples, version=6).gradient_cosine is None
     assert learner(make_model()).step(samples, version=3).gradient_cosine is None

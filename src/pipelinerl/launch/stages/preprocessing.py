@@ -42,8 +42,9 @@ def make_preprocessor(config: RunConfig, lora: LoraModel | None = None) -> Calla
     The reference model of the KL term is loaded, unless it is the base model under the adapters of `lora`. There is none
     here if ranks of a sharded trainer compute with it in the step.
     """
-    if config.trainer.kl_coefficient == 0 or scores_in_the_step(config):
-        return partial(prepare, config=config.preprocess)
+    in_the_step = scores_in_the_step(config)
+    if config.trainer.kl_coefficient == 0 or in_the_step:
+        return partial(prepare, config=config.preprocess, scores_prompts=not in_the_step)
     if teacher := server_scorer(config):
         return partial(prepare, config=config.preprocess, score=teacher.score)
     from pipelinerl.models.loading import load_model  # noqa: PLC0415 - with torch, which nothing else here needs

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import TypeVar
 
 import msgspec
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.interfaces import Tokenizer
-from pipelinerl.serving.client.adapter import ServerError
+from pipelinerl.models.encoding import vocabulary_digest
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError, back_off_s
 from pipelinerl.serving.client.http import HttpClient, RefusalError
 from pipelinerl.serving.wire import ScoreRequest, Scores, ServerInfo
 from pipelinerl.types import Segment
 
 T = TypeVar("T")
-SCORE_S = 300.0
-"""How long a server may take for the segments of a group."""
+SCORE_S = 120.0
+"""How long a server may take for an answer: less than the watchdog's patience."""
+TRIES = 36
+"""Times that a server is asked, over about a minute, which is busy or can't be reached."""
+MOST_IDS = 500_000
+"""Token ids in a request to our own server, whose bodies are limited."""
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -54,14 +61,22 @@ class ServerScorer:
 
     def score(self, segments: Sequence[Segment]) -> list[list[float]]:
         """For each segment, the log-probabilities of its sampled tokens in order of position."""
-        return self._run(lambda client, model: self._scores(client, model, segments))
+        for failures in count(1):
+            try:
+                return self._run(lambda client, model: self._scores(client, model, segments))
+            except (ServerBusyError, ServerUnreachableError):
+                if failures == TRIES:
+                    raise
+                time.sleep(back_off_s(failures))
+        raise AssertionError("unreachable")
 
-    def check(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
-        """Raises ConfigError if the server has another vocabulary, and errors of `score` for these ids of a prompt."""
+    def check(self, tokenizer: Tokenizer, ids: Sequence[int], longest: int) -> None:
+        """Raises ConfigError if the server has another vocabulary, and errors of `score` for so many tokens like these."""
 
         async def same(client: HttpClient, model: str) -> bool:
             if not model:
-                return (await client.ask("GET", "/info", ServerInfo, timeout_s=SCORE_S)).vocabulary > max(ids)
+                info = await client.ask("GET", "/info", ServerInfo, timeout_s=SCORE_S)
+                return info.vocabulary_digest == vocabulary_digest(tokenizer)
             text = tokenizer.decode(ids)
             body = {"model": model, "prompt": text, "add_special_tokens": False}
             found = await client.ask("POST", "/tokenize", _Tokens, body, timeout_s=SCORE_S)
@@ -69,13 +84,18 @@ class ServerScorer:
 
         if not self._run(same):
             raise ConfigError(f"trainer.teacher: {self._url} has another vocabulary than the trained model")
-        self.score([Segment(token_ids=(*ids, ids[-1]), sampled=((len(ids), len(ids) + 1),))])
+        many = (*ids, *[ids[-1]] * (longest - len(ids)))
+        self._run(lambda client, model: self._scores(client, model, [Segment(token_ids=many, sampled=((1, 2),))]))
 
     async def _scores(self, client: HttpClient, model: str, segments: Sequence[Segment]) -> list[list[float]]:
         if model:
             return await asyncio.gather(*(self._score_prompt(client, model, segment) for segment in segments))
-        wanted = ScoreRequest(tuple(segments))
-        return (await client.ask("POST", "/score", Scores, wanted, timeout_s=SCORE_S)).logprobs
+        scores: list[list[float]] = []
+        step = max(1, MOST_IDS // max(len(segment.token_ids) for segment in segments))
+        for start in range(0, len(segments), step):
+            wanted = ScoreRequest(tuple(segments[start : start + step]))
+            scores += (await client.ask("POST", "/score", Scores, wanted, timeout_s=SCORE_S)).logprobs
+        return scores
 
     async def _score_prompt(self, client: HttpClient, model: str, segment: Segment) -> list[float]:
         body = {"model": model, "prompt": segment.token_ids, "max_tokens": 1, "prompt_logprobs": 0}

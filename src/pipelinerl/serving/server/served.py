@@ -183,6 +183,9 @@ class ServedEngine:
                 answer.set_result(call())
             except PipelineRLError as error:
                 answer.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - such as a lack of memory; the engine is as it was
+                _log.exception("a command failed")
+                answer.set_exception(RefusedError("unavailable", f"it failed ({type(error).__name__}: {error})"))
 
         self._commands.put(run)
         try:

@@ -24,6 +24,7 @@ from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RequestError, WeightUpdateError
 from pipelinerl.interfaces import Tokenizer, WeightUpdate
 from pipelinerl.models.attention import choose_attention
+from pipelinerl.models.encoding import vocabulary_digest
 from pipelinerl.models.loading import load_model, load_tokenizer, slot_length, stop_token_ids
 from pipelinerl.models.packed import ATTENTION_NAME
 from pipelinerl.models.state import checksum, first_names, named_weights
@@ -182,6 +183,7 @@ class Service:
         self._created = int(time.time())
         self._model = options.model.path
         self._instance = secrets.token_hex(8)
+        self._vocabulary = vocabulary_digest(loaded.tokenizer)
         self._scorer: FrozenModelScorer | None = None
         self._budget = options.engine.prefill_tokens
 
@@ -211,6 +213,7 @@ class Service:
                 in_progress=progress.in_progress,
                 queued=max(0, self.engine.open_requests - progress.in_progress),
                 decode_steps=progress.decode_steps,
+                vocabulary_digest=self._vocabulary,
             )
         )
 
@@ -246,12 +249,12 @@ class Service:
         model = self.loaded.model
         own = model.config._attn_implementation
         try:
+            packed = self._scorer is not None and not self._scorer.padded
+            choose_attention(model, ATTENTION_NAME if packed else "eager")
             if self._scorer is None:
                 from pipelinerl.trainer.logprobs import FrozenModelScorer  # noqa: PLC0415 - few servers teach
 
                 self._scorer = FrozenModelScorer(model, temperature=1.0, micro_batch_tokens=self._budget)
-            elif not self._scorer.padded:
-                choose_attention(model, ATTENTION_NAME)
             return self._scorer.score(segments)
         finally:
             choose_attention(model, own)
@@ -271,7 +274,8 @@ def check_score(segment: Segment, vocabulary: int, longest: int) -> None:
     ids, edges = segment.token_ids, [edge for edges in segment.sampled for edge in edges]
     if not ids or len(ids) > longest or min(ids) < 0 or max(ids) >= vocabulary:
         raise RequestError(f"token_ids: 1 to {longest} ids from 0 to {vocabulary - 1} are scored")
-    if edges != sorted(set(edges)) or (edges and (edges[0] < 1 or edges[-1] > len(ids))):
+    empty = any(start >= end for start, end in segment.sampled)
+    if empty or edges != sorted(edges) or (edges and (edges[0] < 1 or edges[-1] > len(ids))):
         raise RequestError(f"sampled: ranges of positions from 1 to {len(ids)}, in order, are scored")
 
 

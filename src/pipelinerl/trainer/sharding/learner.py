@@ -127,7 +127,7 @@ class ShardedLearner(Learner):
         matrices = sum(p.numel() for p in self.model.parameters() if p.ndim > 1)
         # Of a token's attention to one other token, in units of one token's matrix products.
         self._attention_cost = float(text.num_hidden_layers * heads * width / matrices)
-        if self._forward.padded:
+        if self._forward.padded or (self._reference is not None and self._reference.padded):
             self._waste = 1.0  # one forward for each micro-batch: the ranks' collective calls must be the same
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
@@ -148,6 +148,8 @@ class ShardedLearner(Learner):
                     self._whole()
                 case "save_optimizer":
                     self.save_optimizer(None)
+                case "reset_optimizer":
+                    self.reset_optimizer()
                 case "fill_optimizer":
                     self.optimizer.fill(dict.fromkeys(call.names))
 
@@ -181,6 +183,10 @@ class ShardedLearner(Learner):
         for tensor in in_file_order(state).values():
             if isinstance(tensor, DTensor):
                 tensor.full_tensor()  # as rank 0 does when it writes it
+
+    def reset_optimizer(self) -> None:
+        self._team.call("reset_optimizer")
+        super().reset_optimizer()
 
     def load_optimizer(self, checkpoint: Checkpoint) -> None:
         """Rank 0 reads the state of all ranks, one tensor after the other. Raises CheckpointError like `Learner`."""

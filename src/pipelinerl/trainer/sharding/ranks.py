@@ -37,7 +37,7 @@ _distributed: Any = distributed  # Its type declarations are incomplete.
 class RankCall(msgspec.Struct, frozen=True):
     """A method that all ranks call on their learners, with its arguments. `end`: training has ended."""
 
-    method: Literal["step", "logits", "gather", "save_optimizer", "fill_optimizer", "end"]
+    method: Literal["step", "logits", "gather", "save_optimizer", "reset_optimizer", "fill_optimizer", "end"]
     samples: tuple[TrainingSample, ...] = ()
     segments: tuple[Segment, ...] = ()
     version: int = 0

@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.serving.client.adapter import ServerError
+from pipelinerl.models.encoding import vocabulary_digest
+from pipelinerl.serving.client import scoring
+from pipelinerl.serving.client.adapter import ServerBusyError, ServerError
 from pipelinerl.serving.client.scoring import ServerScorer
 from pipelinerl.types import Segment
 from tests.unit.server_parts import byte_tokenizer
@@ -50,7 +52,7 @@ def serve() -> Iterator[Callable[[Answer], str]]:
                 assert self.headers["authorization"] == "Bearer key"
                 found = answer(self.path, body)
                 data = msgspec.json.encode(found)
-                self.send_response(404 if found is None else 200)
+                self.send_response(404 if found is None else found if isinstance(found, int) else 200)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -74,7 +76,7 @@ SEGMENTS = [Segment(token_ids=(5, 6, 7, 8), sampled=((1, 2), (3, 4))), Segment(t
 def test_sampled_tokens_have_the_servers_scores(serve: Callable[[Answer], str]) -> None:
     scorer = ServerScorer(serve(vllm), "key")
     assert scorer.score(SEGMENTS) == [[-0.6, -0.8], [-0.9]]
-    scorer.check(byte_tokenizer(), byte_tokenizer().encode("abc"))
+    scorer.check(byte_tokenizer(), byte_tokenizer().encode("abc"), longest=9)
 
 
 def test_a_server_that_cannot_teach_is_refused(serve: Callable[[Answer], str]) -> None:
@@ -88,4 +90,44 @@ def test_a_server_that_cannot_teach_is_refused(serve: Callable[[Answer], str]) -
         return {"tokens": [1, 2]} if path == "/tokenize" else vllm(path, body)
 
     with pytest.raises(ConfigError, match="another vocabulary"):
-        ServerScorer(serve(foreign), "key").check(byte_tokenizer(), byte_tokenizer().encode("abc"))
+        ServerScorer(serve(foreign), "key").check(byte_tokenizer(), byte_tokenizer().encode("abc"), longest=9)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_our_own_server_scores_all_segments_of_a_request_and_its_vocabulary_is_compared(
+    serve: Callable[[Answer], str], same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def ours(path: str, body: dict[str, Any]) -> object:
+        if path == "/info":
+            digest = vocabulary_digest(byte_tokenizer()) if same else "other"
+            names = {"instance": "i", "name": "n", "model": "m", "checksum": "c", "stop_token_ids": []}
+            counts = dict.fromkeys(("slots", "max_length", "vocabulary", "version", "in_progress", "queued"), 9)
+            return {**names, **counts, "vocabulary_digest": digest}
+        asked.append(len(body["segments"]))
+        return {"logprobs": [[-one["token_ids"][start] / 10 for start, _ in one["sampled"]] for one in body["segments"]]}
+
+    monkeypatch.setattr(scoring, "MOST_IDS", 9)
+    scorer = ServerScorer(serve(ours), "key")
+    assert scorer.score([*SEGMENTS, *SEGMENTS]) == [[-0.6, -0.8], [-0.9]] * 2
+    assert asked == [2, 2]  # of at most four tokens each
+    if same:
+        scorer.check(byte_tokenizer(), byte_tokenizer().encode("abc"), longest=9)
+    else:
+        with pytest.raises(ConfigError, match="another vocabulary"):
+            scorer.check(byte_tokenizer(), byte_tokenizer().encode("abc"), longest=9)
+
+
+def test_a_busy_server_is_asked_again(serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "TRIES", 3)
+    answers = [503, 429]
+
+    def busy(path: str, body: dict[str, Any]) -> object:
+        return answers.pop() if answers and path == "/v1/completions" else vllm(path, body)
+
+    assert ServerScorer(serve(busy), "key").score(SEGMENTS[:1]) == [[-0.6, -0.8]]
+    answers += [503] * 9
+    with pytest.raises(ServerBusyError):
+        ServerScorer(serve(busy), "key").score(SEGMENTS[:1])
+    assert len(answers) == 6

@@ -15,7 +15,7 @@ import torch
 
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.models.loading import load_tokenizer
-from pipelinerl.serving.server.http import MAX_BODY_BYTES, listen
+from pipelinerl.serving.server.http import MAX_BODY_BYTES, RefusedError, listen
 from pipelinerl.serving.wire import ErrorBody, ServerInfo
 from tests.unit.fake_engine_servers import request, wait_until
 from tests.unit.server_parts import EOS, MAX_LENGTH, TEMPLATE, byte_model, byte_tokenizer, running
@@ -323,13 +323,14 @@ def test_connections_to_the_server_send_at_once() -> None:
 
 async def test_given_tokens_have_the_scores_of_a_forward_while_requests_go_on(tmp_path: Path) -> None:
     ids = TOKENIZER.encode("hello world")
-    segments = [{"token_ids": ids, "sampled": [[2, 5], [8, 9]]}, {"token_ids": ids[:4], "sampled": [[1, 4]]}]
+    segments = [{"token_ids": ids, "sampled": [[2, 4], [4, 5], [8, 9]]}, {"token_ids": ids[:4], "sampled": [[1, 4]]}]
     wrong = [
         {"token_ids": [], "sampled": []},
         {"token_ids": [1, 999], "sampled": []},
         {"token_ids": ids, "sampled": [[0, 2]]},
         {"token_ids": ids, "sampled": [[2, 99]]},
         {"token_ids": ids, "sampled": [[3, 5], [2, 4]]},
+        {"token_ids": ids, "sampled": [[3, 3]]},
     ]
     async with running(tmp_path) as (_, client):
         alone = await client.json("/v1/completions", PLAIN)
@@ -342,3 +343,17 @@ async def test_given_tokens_have_the_scores_of_a_forward_while_requests_go_on(tm
     expected = [[logprobs_TV[at - 1, ids[at]].item() for at in places] for places in ((2, 3, 4, 8), (1, 2, 3))]
     assert first == second == third == {"logprobs": [pytest.approx(part, abs=1e-4) for part in expected]}
     assert {one.code for one in refused} == {"bad_request"}
+
+
+async def test_what_fails_between_two_steps_is_answered_and_the_engine_goes_on(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise RuntimeError("no memory")
+
+    async with running(tmp_path) as (service, client):
+        with pytest.raises(RefusedError, match="RuntimeError: no memory"):
+            await service.engine.between_steps(fails)
+        assert await service.engine.between_steps(lambda: 3) == 3
+        assert (await client.json("/v1/completions", PLAIN))["choices"]
+        service.engine.refuse("it stops")
+        with pytest.raises(RefusedError, match="it stops"):
+            await service.engine.between_steps(fails)
