@@ -50,7 +50,8 @@ VOCABULARY = 517
 class Scenario(msgspec.Struct, frozen=True):
     """Changes to the defaults of a run file. `untied`: the model's head has weights of its own.
 
-    `by_token`: tokens have advantages of their own, and some of the context is supervised.
+    `by_token`: tokens have advantages of their own, and some of the context is supervised. `warm`: steps on given tokens
+    alone come first.
     """
 
     trainer: dict[str, Any] = {}  # copied for each instance
@@ -58,6 +59,7 @@ class Scenario(msgspec.Struct, frozen=True):
     correction: dict[str, Any] = {}
     untied: bool = False
     by_token: bool = False
+    warm: bool = False
     samples: int = 13
     logits_at_once: int | None = None
     """Limit of logits in memory, above which `head_chunk: auto` has an effect; null: the real one."""
@@ -86,6 +88,7 @@ SCENARIOS = {
     "by_token": Scenario({"gradient_cosine": True}, by_token=True),
     "by_token_kl": Scenario(KL | {"kl_estimator": "k1", "head_chunk": 7}, by_token=True, untied=True),
     "by_token_lora": Scenario({"head_chunk": 7}, model=LORA, by_token=True),
+    "warm": Scenario(KL | {"kl_estimator": "k1"}, warm=True),
     "sequences": Scenario({"loss_normalization": "sequences", "ess_lr": "sqrt", "weight_decay": 0.1}),
     "checkpointing": Scenario({"gradient_checkpointing": True}, untied=True),
     "lora": Scenario(model=LORA),
@@ -175,6 +178,10 @@ def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None)
     return [replace(s, reference_logprobs=tuple(lp for _ in s.segments for lp in next(scores))) for s in found]
 
 
+def segments_of(scenario: Scenario, version: int) -> list[Segment]:
+    return [segment for sample in batch(scenario, version, None) for segment in sample.segments]
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """What a scenario led to: a record for each step, and the checksum of all weights at the end."""
 
@@ -195,6 +202,14 @@ def train(
     if checkpoint is not None:
         learner.load_optimizer(load_checkpoint(checkpoint))
         version = SAVED_AT
+    if scenario.warm:
+        for number in range(2):
+            none: dict[str, Any] = {"behaviour_logprobs": (), "versions": (), "advantage": 0.0, "reward": 0.0}
+            given = [replace(one, sampled=(), supervised=one.sampled) for one in segments_of(scenario, number)]
+            given = given[: 1 + 4 * number]  # fewer than ranks, and more
+            samples = [TrainingSample(id="", group_index=0, segments=(one,), **none) for one in given]
+            learner.step(samples, 0, rate=1e-4)
+        learner.reset_optimizer()
     while version < STEPS:
         results.append(learner.step(batch(scenario, version, reference), version))
         version += 1

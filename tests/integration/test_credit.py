@@ -69,11 +69,12 @@ def test_a_loss_and_an_advantage_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_its_teacher_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [{}, {"model__lora__rank": 8, "trainer__learning_rate": 2e-2}])
+def test_a_student_learns_from_its_teacher_alone(tmp_path: Path, lora: dict[str, Any]) -> None:
     kind = write_environment(tmp_path, ONES)
     run(tmp_path / "teacher", environment__kind=kind, trainer__steps=14, **SMALL)
     teacher = str(next((tmp_path / "teacher/checkpoints").glob("step_*14")))
-    learns(tmp_path / "student", kind, trainer__steps=12, trainer__teacher=teacher, **K1, **WITHOUT_REWARD)
+    learns(tmp_path / "student", kind, trainer__steps=14, trainer__teacher=teacher, **K1, **WITHOUT_REWARD, **lora)
 
 
 @pytest.mark.slow
@@ -82,6 +83,7 @@ def test_a_warm_start_is_learned_before_the_first_rollout(tmp_path: Path) -> Non
     rows = [{"prompt": f"{n:02d},36:", "completion": "111111"} for n in range(10, 60)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     warm = {"trainer__warm_start__data": str(data), "trainer__warm_start__learning_rate": 5e-3}
+    warm |= K1 | {"preprocess__zero_advantage": "keep"}  # which given tokens have no part in
     counts = run(tmp_path / "r", environment__kind=write_environment(tmp_path, ONES), trainer__steps=2, **(SMALL | warm))
     assert counts["eval_reward_before"] > 0.8
     assert replay(tmp_path / "r").differences == []
