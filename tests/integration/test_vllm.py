@@ -20,14 +20,16 @@ from benchmarks.vllm_switch import VllmProcess, float32_settings, mixed_logprobs
 from pipelinerl.config.schema import ModelConfig
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.models.folder import resolve_path
-from pipelinerl.models.loading import load_model
+from pipelinerl.models.loading import load_model, load_tokenizer
 from pipelinerl.models.state import checksum, named_weights, write_safetensors
 from pipelinerl.serving.client.adapter import ServerBusyError, ServerError, ServerUnreachableError
 from pipelinerl.serving.client.engine import RemoteEngine
+from pipelinerl.serving.client.scoring import ServerScorer
 from pipelinerl.serving.vllm.adapter import VllmServer
 from pipelinerl.serving.vllm.start import VllmSettings, members
 from pipelinerl.serving.wire import WeightUpdateRequest
-from pipelinerl.types import Completion, versions_from_spans
+from pipelinerl.trainer.logprobs import FrozenModelScorer
+from pipelinerl.types import Completion, Segment, versions_from_spans
 from pipelinerl.weights.broadcast.sender import CollectiveWeightSender
 from pipelinerl.weights.receiving import Receiver
 from tests.chaos.invariants import check
@@ -106,6 +108,25 @@ def test_a_tied_head_follows_the_embedding(vllm: VllmProcess, tmp_path: Path) ->
         return await client.generate(request("tied", 24))
 
     assert logprob_error(newest, at(vllm, after)) < TOLERANCE
+
+
+def test_it_is_a_teacher(vllm: VllmProcess, tmp_path: Path) -> None:
+    newest, path = perturbed(load_model(ModelConfig()), 5), tmp_path / "teacher.safetensors"
+    tensors = named_weights(newest)
+    write_safetensors(tensors, path)
+    update = WeightUpdateRequest(version=version_at(vllm) + 1, checksum=checksum(tensors), path=str(path))
+    at(vllm, lambda client: client.update_weights(update))
+    tokenizer, teacher = load_tokenizer(ModelConfig()), ServerScorer(vllm.url)
+    prompt = tokenizer.encode("84,36:")
+    teacher.check(tokenizer, prompt, longest=60)
+    answers = ["48,36;12,36;12,24;12,12>12", ">12", "48"]
+    segments = [
+        Segment(token_ids=(*prompt, *ids), sampled=((len(prompt), len(prompt) + len(ids)),))
+        for ids in (tokenizer.encode(answer) for answer in answers)
+    ]
+    expected = FrozenModelScorer(newest, temperature=1.0, micro_batch_tokens=256).score(segments)
+    for ours, theirs in zip(expected, teacher.score(segments), strict=True):
+        assert ours == pytest.approx(theirs, abs=TOLERANCE)
 
 
 def test_it_takes_what_the_trainer_broadcasts_into_its_worker(vllm: VllmProcess) -> None:

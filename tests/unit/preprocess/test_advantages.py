@@ -73,16 +73,17 @@ EARNED = st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=4), min_si
 def test_advantages_of_turns_equal_their_formula(earned: list[list[float]], baseline: Baseline, normalize: bool) -> None:
     exact = [[Fraction(reward) for reward in rewards] for rewards in earned]
     found = turn_advantages(exact, baseline=baseline, normalize_std=normalize)
-    returns = [[sum(rewards[at:]) for at in range(len(rewards))] for rewards in earned]
+    returns = [[sum(rewards[at:]) for at in range(len(rewards))] for rewards in exact]
     scale = 1.0 if baseline == "leave_one_out" else (len(earned) - 1) / len(earned)
-    scale /= STD_EPSILON + float(np.std([of_one[0] for of_one in returns])) if normalize else 1.0
+    scale /= STD_EPSILON + float(np.std([float(of_one[0]) for of_one in returns])) if normalize else 1.0
     for i, of_one in enumerate(returns):
         others = [other for j, other in enumerate(returns) if j != i]
         for at, value in enumerate(of_one):
             reached = [other[at] for other in others if len(other) > at]
-            before = sum(earned[i][:at])
-            expected = value - (fmean(reached) if reached else fmean(other[0] for other in others) - before)
-            assert found[i][at] == pytest.approx(scale * expected, rel=1e-6, abs=1e-6)
+            before = sum(exact[i][:at])
+            rest = reached or [other[0] - before for other in others]
+            expected = value - sum(rest) / Fraction(len(rest))
+            assert found[i][at] == pytest.approx(scale * float(expected), rel=1e-9, abs=1e-12)
 
 
 # An episode of one or two turns: the policy chooses whether there is a second one. A turn is a choice between two actions
