@@ -29,6 +29,16 @@ async def rollout(self, problem, client):
         prompt = (*prompt, *completion.token_ids, *self.tokenizer.encode(","))
     return Rollout(turns=tuple(turns), reward=sum(turn.reward for turn in turns))
 """
+HINTED = (
+    """
+def prompt(self, problem):
+    return "01" + super().prompt(problem)[2:]
+
+def teacher_prompt(self, problem):
+    return "11" + super().prompt(problem)[2:]
+"""
+    + ONES
+)
 FUNCTIONS = """
 def loss(inputs):
     return -inputs.log_ratio_N.detach().exp().clamp(max=2.0) * inputs.advantages_N * inputs.logprobs_N
@@ -75,6 +85,19 @@ def test_a_student_learns_from_its_teacher_alone(tmp_path: Path, lora: dict[str,
     run(tmp_path / "teacher", environment__kind=kind, trainer__steps=14, **SMALL)
     teacher = str(next((tmp_path / "teacher/checkpoints").glob("step_*14")))
     learns(tmp_path / "student", kind, trainer__steps=14, trainer__teacher=teacher, **K1, **WITHOUT_REWARD, **lora)
+
+
+@pytest.mark.slow
+def test_a_model_learns_without_a_hint_what_it_does_with_one(tmp_path: Path) -> None:
+    """Self-distillation: the initial model, which writes ones where it reads the hint `11`, is the teacher."""
+    kind, kinds = write_environment(tmp_path, HINTED), (("11", "111111"), ("01", "333333"))
+    rows = [{"prompt": f"{hint},{n}:", "completion": answer} for hint, answer in kinds for n in range(10, 60)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warm = {"trainer__warm_start__data": tmp_path / "answers.jsonl", "trainer__warm_start__learning_rate": 5e-3}
+    run(tmp_path / "initial", environment__kind=kind, trainer__steps=1, **(SMALL | warm | {"trainer__learning_rate": 1e-9}))
+    initial = str(next((tmp_path / "initial/checkpoints").glob("step_*1")))
+    counts = learns(tmp_path / "r", kind, trainer__steps=20, model__path=initial, **K1, **WITHOUT_REWARD)
+    assert counts["eval_reward_before"] < 0.3
 
 
 @pytest.mark.slow

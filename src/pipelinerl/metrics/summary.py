@@ -77,6 +77,7 @@ def summarize(
         "seed": config.seed,
         "model": config.model.path,
         "environment": config.environment.kind,
+        "warm_start_steps": config.trainer.warm_start.steps if config.trainer.warm_start else 0,
         "resumed_from": resumed_from,
         # A trainer that died may have written its record but not its status, or neither.
         "version": max(steps[-1].version if steps else 0, trainer.version if trainer else 0, resumed_from or 0),

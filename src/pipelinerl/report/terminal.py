@@ -107,6 +107,8 @@ def _learning(summary: Mapping[str, Any], see: _Shown) -> list[Row]:
     stopped = f"by a callback: {why}" if (why := get("stopped_by")) else None
     notes = {"NOTHING LEARNED": get("nothing_learned"), "stopped early": stopped, "COLLAPSED": get("collapse")}
     rows = [(name, note) for name, note in notes.items() if note] + _metrics(summary)
+    if supervised := get("warm_start_steps", 0):
+        rows.append(("warm start", f"{count(supervised, 'supervised step')}, before all that follows"))
     evaluated = any(get(f"eval_reward_{when}") is not None for when in ("before", "after"))
     if evaluated:
         known = (get(f"eval_reward_{when}_standard_error") for when in ("before", "after"))
