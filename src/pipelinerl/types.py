@@ -90,6 +90,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request to an engine. With `stream`, every step also reports the request's new token.
 
     `copy` is the index of the model replica that must serve the request; None: any.
+    `reuses_from`: the oldest weights whose keys and values, computed for other requests, this one may read instead of
+    computing its own. None: it reads none, and no other request reads its own. `turn`: how many requests its rollout made
+    before. Later turns go first: the beginnings of their prompts are still there.
     """
 
     id: str
@@ -97,6 +100,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     stream: bool = False
     copy: int | None = None
+    reuses_from: int | None = None
+    turn: int = 0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,8 +125,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was sampled from: after temperature
     and truncation, with the weights given by `weight_versions`.
     `prompt_versions` are the versions of the weights that computed the prompt's KV entries, as used for the last token.
-    They have several spans only if an update arrived between two prefill chunks of a long prompt. After an update that
-    recomputed the KV cache they are one span of the new version.
+    They have several spans only if an update arrived between two prefill chunks of a long prompt, or if the beginning of
+    the prompt was computed for another request. After an update that recomputed the KV cache they are one span of the new
+    version.
     """
 
     request_id: str
@@ -359,6 +365,8 @@ class ProbeReading(msgspec.Struct, frozen=True, kw_only=True):
 class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """Counts since the engine was made.
 
+    `prompt_tokens` are of requests that have begun. Of these, `prefilled_tokens` were computed for them; the others were
+    computed once for several, where the engine knows it.
     `ready_s` is the time since the engine became ready, of which it spent `busy_s` in steps and weight updates.
     `pauses_s` are the pauses for the latest weight updates. `runner` is how the model is run, where the engine knows it.
     `begun`: version -> sequences in progress whose first token it sampled, where the engine knows it. `notes`: what does not
@@ -370,6 +378,8 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     in_progress: int = 0
     queued: int = 0
     tokens_generated: int = 0
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
     decode_steps: int = 0
     busy_s: float = 0.0
     ready_s: float = 0.0

@@ -13,8 +13,8 @@ import pytest
 import pipelinerl
 from pipelinerl.resources.memory import BETWEEN
 
-MOST_LINES = {"actor": 9550, "trainer": 9300}
-MOST_LINES_OF_THE_LAUNCHER = 10_350
+MOST_LINES = {"actor": 9850, "trainer": 9300}
+MOST_LINES_OF_THE_LAUNCHER = 10_450
 """It owns the state of the run, which the others need not read."""
 
 COMMAND = "import sys; from pipelinerl.cli import main; sys.exit(main())"

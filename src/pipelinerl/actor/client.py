@@ -140,6 +140,7 @@ class RolloutClient:
     `name` identifies the rollout in the run (`g12.a3`): its requests are `g12.a3.t0`, `g12.a3.t1`, ... `sampling` holds
     the run's parameters; its `max_tokens` is both the default and the upper limit. `seed` is the rollout's; each request
     gets a seed derived from it. The rollout is in `awake` whenever it does not wait for tokens, from now on until `close`.
+    `reuses_from` is asked at each request: see `GenerationRequest`.
     """
 
     def __init__(
@@ -151,8 +152,10 @@ class RolloutClient:
         name: str,
         seed: int,
         awake: Awake | None = None,
+        reuses_from: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._engine = engine
+        self._reuses_from = reuses_from
         self._awake = Awake() if awake is None else awake
         self._awake.add(self)
         self.tokenizer = tokenizer
@@ -231,6 +234,8 @@ class RolloutClient:
             id=f"{self.name}.t{turn}",
             prompt_ids=tuple(map(int, prompt_ids)),
             sampling=msgspec.structs.replace(self.sampling, max_tokens=limit, seed=derive_seed(self._seed, turn)),
+            reuses_from=self._reuses_from(),
+            turn=turn,
         )
 
 

@@ -119,7 +119,8 @@ class GroupRunner:
             if isinstance(made, Failure):
                 self._ended(opened, number, made, 0)
                 continue
-            client = self.context.rollout_client(opened.rollout_name(number), derive_seed(self.context.seed, index, number))
+            seed = derive_seed(self.context.seed, index, number)
+            client = self.context.rollout_client(opened.rollout_name(number), seed, version)
             self._run(self._attempt(opened, number, made[0], client))
         return True
 

@@ -17,7 +17,7 @@ import msgspec
 
 from pipelinerl.actor.client import Awake, RolloutClient
 from pipelinerl.actor.failures import Failure, failure_of
-from pipelinerl.config.schema import ActorConfig
+from pipelinerl.config.schema import ActorConfig, PrefixPolicy
 from pipelinerl.errors import RolloutError
 from pipelinerl.interfaces import AsyncEngine, Environment, ScoresGroups, Tokenizer
 from pipelinerl.types import Completion, Problem, Rollout, SamplingParams, Turn, finite, type_name
@@ -49,7 +49,7 @@ def sampling_of(config: ActorConfig, stop_token_ids: Sequence[int]) -> SamplingP
 
 class RolloutContext:
     """What training rollouts and evaluations of a generation process share: `slots` is the engine's H, and `sampling` and
-    the time limit are those of `config`.
+    the time limit are those of `config`. `prefix`: the run file's `engine.prefix`.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class RolloutContext:
         seed: int,
         slots: int,
         stop_token_ids: Sequence[int],
+        prefix: PrefixPolicy = "keep",
         notes: tuple[str, ...] = (),
     ) -> None:
         self.environment, self.engine, self.tokenizer = environment, engine, tokenizer
@@ -69,10 +70,18 @@ class RolloutContext:
         self.rollout_timeout_s = config.rollout_timeout_s
         self.seed, self.slots, self.notes = seed, slots, notes
         self.awake = Awake()
+        self._prefix = prefix
 
-    def rollout_client(self, name: str, seed: int) -> RolloutClient:
-        """The client of a rollout that is about to start."""
-        return RolloutClient(self.engine, self.tokenizer, self.sampling, name=name, seed=seed, awake=self.awake)
+    def rollout_client(self, name: str, seed: int, began: int | None = None) -> RolloutClient:
+        """The client of a rollout that is about to start. `began`: version with which its group began, if it has one."""
+
+        def reuses_from() -> int | None:
+            oldest = self.engine.version if began is None or self._prefix == "version" else began
+            return None if self._prefix == "off" else oldest
+
+        return RolloutClient(
+            self.engine, self.tokenizer, self.sampling, name=name, seed=seed, awake=self.awake, reuses_from=reuses_from
+        )
 
 
 async def attempt(environment: Environment, problem: Problem, client: RolloutClient, timeout_s: float) -> Rollout | Failure:

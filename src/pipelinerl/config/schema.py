@@ -31,6 +31,7 @@ def is_function(value: str) -> bool:
     return ":" in value
 
 
+PrefixPolicy = Literal["keep", "version", "off"]
 TokenCorrection = Literal["none", "truncate", "mask", "band", "tv"]
 SequenceCorrection = Literal["none", "truncate", "geo_truncate", "geo_mask"]
 
@@ -171,6 +172,11 @@ class EngineConfig(Section, frozen=True):
     """Longest prompt + completion of a slot, in tokens. null: the model's maximum, at most 2048."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """The KV cache at a weight update: keep the old entries, or recompute them."""
+    prefix: PrefixPolicy = "keep"
+    """The beginning of a prompt that the KV cache holds already, such as the turns before, or the prompt of another attempt:
+    keep: read it if its entries are of the weights with which the group began, or later ones; version: only if they are of
+    the newest weights; off: compute it again.
+    """
     prefill_tokens: Count = 2048
     """Maximum prompt tokens in one engine step; longer prompts are split into chunks."""
     decoding: Literal["auto", "packed", "static"] = "auto"

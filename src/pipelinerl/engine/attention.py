@@ -46,7 +46,12 @@ class Move(NamedTuple):
 
 
 class Slots:
-    """What H sequences need of their past tokens, in tensors with a row per sequence."""
+    """What H sequences need of their past tokens, in tensors with a row per sequence.
+
+    `has_states`: a row also holds what can't be cut to fewer tokens, such as the state of a recurrence.
+    """
+
+    has_states = False
 
     def parts(self, length: int) -> list[Tensor]:
         """Views [..., H, ...] of all tensors, with the rows in the second dimension: of the first `length` positions."""

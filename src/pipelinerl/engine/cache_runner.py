@@ -164,6 +164,7 @@ class SlotCache(Slots):
         self.layers = [LayerSlots(a, b, rows, max_length) for a, b in zip(new.layers, used.layers, strict=True)]
         self.cache = copy.copy(new)
         self.cache.layers = [slots.layer for slots in self.layers]
+        self.has_states = any(layer.states for layer in self.layers)
 
     def parts(self, length: int) -> list[Tensor]:
         """States as a whole: they are those after the last position."""

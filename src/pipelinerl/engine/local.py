@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from pipelinerl.engine.attention import Chunk, Move, PackedTokens
+from pipelinerl.engine.contents import Prefix
 from pipelinerl.engine.rows import Prefill, RowTable, Sequence, VersionMarks, recompute
 from pipelinerl.engine.runner import ModelRunner, Runner, refuse_longer
 from pipelinerl.engine.sampler import Ints, SamplingRows, StepsAhead, request_key, sample, uniforms
@@ -109,12 +111,14 @@ class LocalEngine:
         self._requests: dict[str, Sequence] = {}
         self._streamed: dict[str, int] = {}
         self._cancelled: set[str] = set()
+        self._prefixes: dict[Sequence, Prefix] = {}
         self._rows_changed = False
         self._steps_ahead: StepsAhead | None = None
         self._inference = torch.inference_mode()
         self._last_R = torch.empty(0, dtype=torch.long)
         self._uniforms_R = torch.empty(0, dtype=torch.double)
         self._tokens_generated = 0
+        self._tokens_given = self._tokens_prefilled = 0
         self._decode_steps = 0
         self._busy_s = 0.0
         self._updates = 0
@@ -139,6 +143,8 @@ class LocalEngine:
             in_progress=self.in_progress,
             queued=self.queued,
             tokens_generated=self._tokens_generated,
+            prompt_tokens=self._tokens_given,
+            prefilled_tokens=self._tokens_prefilled,
             decode_steps=self._decode_steps,
             busy_s=self._busy_s,
             weight_updates=self._updates,
@@ -152,7 +158,9 @@ class LocalEngine:
         self._cancelled.update(self._requests)
         self.step()
         self.version = version
+        self._table.contents.forget(np.arange(self.slots))
         self._tokens_generated = self._decode_steps = self._updates = 0
+        self._tokens_given = self._tokens_prefilled = 0
         self._busy_s = 0.0
         self._pauses_s.clear()
 
@@ -178,8 +186,12 @@ class LocalEngine:
             )
         if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
             raise RequestError(f"request {request.id!r} has sampling parameters out of range: {sampling}")
-        self._requests[request.id] = Sequence(request, request_key(request.id, sampling.seed))
-        self._waiting.append(self._requests[request.id])
+        sequence = self._requests[request.id] = Sequence(request, request_key(request.id, sampling.seed))
+        if request.turn:
+            later_turns = takewhile(lambda one: one.request.turn, self._waiting)
+            self._waiting.insert(sum(1 for _ in later_turns), sequence)
+        else:
+            self._waiting.append(sequence)
         if request.stream:
             self._streamed[request.id] = 0
 
@@ -221,7 +233,7 @@ class LocalEngine:
         finished = self._take_cancelled() if self._cancelled else []
         fresh = self._admit() if self._waiting else []
         if fresh or self._rows_changed or self._table.overflowed():
-            moves = self._table.compact(fresh)
+            moves = self._table.compact(fresh, self._prefixes)
             self._runner.kv.move(moves)
             if fresh or self._rows_changed or moves:  # otherwise the rows are the same, only in longer buckets
                 self._steps_ahead = None
@@ -260,14 +272,25 @@ class LocalEngine:
         return ended
 
     def _admit(self) -> list[Sequence]:
-        """Take as many waiting requests as there are free rows. Requests with the same prompt share one prefill."""
+        """Take as many waiting requests as there are free rows. Requests with the same prompt share one prefill.
+
+        A prefill continues from the longest beginning of its prompt that a row holds and the request may read.
+        """
         fresh = [self._waiting.popleft() for _ in range(min(self._table.free, len(self._waiting)))]
-        by_prompt: dict[tuple[int, ...], Prefill] = {}
+        by_prompt: dict[tuple[tuple[int, ...], int | None], Prefill] = {}
         for sequence in fresh:
-            prompt_ids = sequence.request.prompt_ids
+            prompt_ids, oldest = sequence.request.prompt_ids, sequence.request.reuses_from
+            self._tokens_given += len(prompt_ids)
             prompt_ids = prompt_ids[: len(prompt_ids) - self._left_to_decode]
-            by_prompt.setdefault(prompt_ids, Prefill(prompt_ids, [])).members.append(sequence)
+            by_prompt.setdefault((prompt_ids, oldest), Prefill(prompt_ids, [])).members.append(sequence)
         self._prefills += by_prompt.values()
+        whole = self._table.free_rows() if self._runner.kv.has_states else None
+        self._prefixes = {}
+        for (_, oldest), prefill in by_prompt.items():
+            first = prefill.members[0]
+            if oldest is not None and (prefix := self._table.contents.longest(first.request.prompt_ids[:-1], oldest, whole)):
+                prefill.begin_with(prefix)
+                self._prefixes[first] = prefix
         return fresh
 
     def _next_chunks(self) -> list[tuple[Prefill, int]]:
@@ -310,6 +333,7 @@ class LocalEngine:
                 keep.append(begin - 1)
             prefill.versions.mark(self.version, start)
             prefill.done = end
+            self._tokens_prefilled += count
         ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
         return PackedTokens(ids_T, positions_T, keep, rows, table.buckets(), tuple(packed))
 
@@ -402,12 +426,12 @@ class LocalEngine:
         """Remove the request, free its row and return its completion. The table has been flushed."""
         table, row = self._table, sequence.row
         count = int(table.counts[row]) if row >= 0 else 0
+        versions = sequence.versions.spans(count)
         if row >= 0:
-            table.release(sequence)
+            table.release(sequence, self._read_by(sequence, versions))
             self._rows_changed = True
         del self._requests[sequence.request.id]
         self._streamed.pop(sequence.request.id, None)
-        versions = sequence.versions.spans(count)
         return Completion(
             request_id=sequence.request.id,
             token_ids=tuple(table.tokens[row, :count].tolist()),
@@ -416,6 +440,23 @@ class LocalEngine:
             finish_reason=reason,
             prompt_versions=self._prompt_versions(sequence, versions[-1].version) if versions else (),
         )
+
+    def _read_by(self, sequence: Sequence, sampled: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+        """The versions of the keys and values that others may read: of all tokens but the last sampled one.
+
+        The weights that sample a token compute them for the token before.
+        """
+        if not sampled or sequence.request.reuses_from is None:
+            return ()
+        prompt, marks = len(sequence.request.prompt_ids), VersionMarks()
+        length = prompt + sampled[-1].end - 1
+        if self._recompute_kv:
+            return (VersionSpan(self.version, 0, length),)
+        for span in sequence.prompt_versions:
+            marks.mark(span.version, span.start)
+        for span in sampled:
+            marks.mark(span.version, prompt + span.start - 1)
+        return marks.spans(length)
 
     # ---- weight updates
 
@@ -456,6 +497,7 @@ class LocalEngine:
                 prefill.versions = VersionMarks()
                 prefill.versions.mark(self.version, 0)
             recompute(self._runner, self._table, self._requests.values(), self._prefills, self._prefill_tokens)
+            self._table.contents.recomputed(self._table.free_rows(), self.version)
         pause_s = time.perf_counter() - started_s
         self._updates += 1
         self._pauses_s.append(pause_s)

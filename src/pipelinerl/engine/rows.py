@@ -10,7 +10,7 @@ the same rows decode one token per step: sampled tokens are buffered, and flushe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.engine.attention import Chunk, LengthBucket, Move, PackedTokens
+from pipelinerl.engine.contents import NO_PREFIX, Contents, Prefix
 from pipelinerl.engine.sampler import Ints
 from pipelinerl.types import GenerationRequest, VersionSpan
 
@@ -72,12 +73,21 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Prefill:
-    """A prompt being processed for one or more requests that share it. It is computed once, in the first member's row."""
+    """A prompt being processed for one or more requests that share it. It is computed once, in the first member's row.
+
+    It continues from `prefix`, which is copied there.
+    """
 
     prompt_ids: tuple[int, ...]
     members: list[Sequence]
     done: int = 0
     versions: VersionMarks = field(default_factory=VersionMarks)
+    prefix: Prefix = NO_PREFIX
+
+    def begin_with(self, prefix: Prefix) -> None:
+        self.prefix, self.done = prefix, prefix.length
+        for span in prefix.versions:
+            self.versions.mark(span.version, span.start)
 
     @property
     def row(self) -> int:
@@ -91,6 +101,7 @@ Reals = npt.NDArray[np.float32]
 _SMALLEST_BUCKET, _ROUND = 48, 16
 FREE, PREFILLING, DECODING = 0, 1, 2
 _NONE: Ints = np.arange(0)
+NO_PREFIXES: Mapping[Sequence, Prefix] = {}
 
 
 class _Region(NamedTuple):
@@ -124,6 +135,7 @@ class RowTable:
     temperature, top_p, top_k    sampling parameters
     stops                        stop tokens, padded with -1
 
+    `contents` is what rows hold in the cache, also after their sequence has ended.
     `positions`, `last`, `counts`, `tokens` and `logprobs` are up to date after `flush`. `decoding` is the number of decoding
     rows, `used` of all that are not free. `plain` is true if all rows sample at temperature 1 and without truncation.
     """
@@ -140,6 +152,7 @@ class RowTable:
         self.stops: Ints = np.full((rows, 1), -1, dtype=np.int64)
         self.tokens: Ints = np.zeros((rows, max_length), dtype=np.int64)
         self.logprobs: Reals = np.zeros((rows, max_length), dtype=np.float32)
+        self.contents = Contents(rows, max_length)
         self._kinds: Ints = np.zeros(rows, dtype=np.int64)
         self._owners: list[Sequence | None] = [None] * rows
         self._row_starts: Ints = np.arange(rows) * max_length
@@ -162,20 +175,33 @@ class RowTable:
             raise LookupError(f"row {row} is free")
         return owner
 
-    def release(self, sequence: Sequence) -> None:
-        """Free the row of a sequence that has ended."""
+    def free_rows(self) -> Ints:
+        return np.flatnonzero(self._kinds == FREE)
+
+    def release(self, sequence: Sequence, versions: tuple[VersionSpan, ...]) -> None:
+        """Free the row of a sequence that has ended. `versions`: of the keys and values that others may read."""
+        row, prompt_ids = sequence.row, sequence.request.prompt_ids
+        if versions:
+            sampled = self.tokens[row, : versions[-1].end - len(prompt_ids)].tolist()
+            self.contents.hold(row, (*prompt_ids, *sampled), versions)
+        else:
+            self.contents.forget(row)
         self._kinds[sequence.row] = FREE
         self._owners[sequence.row] = None
         self.used -= 1
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Mark the sequence as decoding: its prompt is in the cache."""
+        """Mark the sequence as decoding: its prompt is in the cache, at least all but its last token."""
         self._kinds[sequence.row] = DECODING
+        versions = sequence.prompt_versions
+        if sequence.request.reuses_from is not None and (length := versions[-1].end - 1):
+            self.contents.hold(sequence.row, sequence.request.prompt_ids[:length], versions)
 
-    def compact(self, fresh: Seq[Sequence] = ()) -> list[Move]:
+    def compact(self, fresh: Seq[Sequence] = (), prefixes: Mapping[Sequence, Prefix] = NO_PREFIXES) -> list[Move]:
         """Sort rows into contiguous buckets and give `fresh` sequences, whose prompts are still to be processed, a row each.
 
-        A row moves only if it lies outside its bucket's new range. The caller applies the returned moves to the cache.
+        A row moves only if it lies outside its bucket's new range. `prefixes`: what fresh sequences begin with, in rows as
+        they are before. The caller applies the returned moves to the cache.
         """
         self.flush()
         alive = np.flatnonzero(self._kinds)
@@ -208,11 +234,12 @@ class RowTable:
             sources.append(movers)
             targets.append(vacant[: len(movers)])
             vacant = vacant[len(movers) :]
-        moves = self._move(np.concatenate(sources), np.concatenate(targets))
         self.used = int(starts[-1])
+        given = dict(zip(vacant.tolist(), fresh, strict=True))
+        moves = self._place(np.concatenate(sources), np.concatenate(targets), given, prefixes)
         self._kinds[self.used :] = FREE
         self._owners[self.used :] = [None] * (len(self._owners) - self.used)
-        for row, sequence in zip(vacant.tolist(), fresh, strict=True):
+        for row, sequence in given.items():
             self._admit(sequence, row)
         self.plain = self._all_plain(slice(0, self.used))
         decoding = slice(0, self.decoding)
@@ -281,17 +308,52 @@ class RowTable:
     def _all_plain(self, rows: slice | Ints) -> bool:
         return bool(((self.temperature[rows] == 1) & (self.top_p[rows] == 1) & (self.top_k[rows] == 0)).all())
 
-    def _move(self, sources: Ints, targets: Ints) -> list[Move]:
-        """Move the rows' state. Cache copies are grouped by length: a short row is not copied at a long row's length."""
+    def _place(
+        self, sources: Ints, targets: Ints, fresh: Mapping[int, Sequence], prefixes: Mapping[Sequence, Prefix]
+    ) -> list[Move]:
+        """Move rows in use, and free rows that would be overwritten; give `fresh` sequences, by row, their prefixes.
+
+        The returned copies are grouped by length: a short row is not copied at a long row's length.
+        """
+        contents = self.contents
+        origins = np.arange(len(self._owners))
+        lengths = np.where(self._kinds == FREE, contents.known, 0)
+        lengths[targets] = self.positions[sources]
+        origins[targets] = sources
+        if lengths.any() and contents.known.any():
+            overwritten = targets[self._kinds[targets] == FREE]
+            vacated = np.setdiff1d(sources, targets)
+            origins[vacated] = overwritten
+            lengths[vacated] = contents.known[overwritten]
+            used_at = contents.used_at[origins]
+            used_at[: self.used] = np.iinfo(np.int64).max
+            for row, sequence in fresh.items():
+                held, prefix = int(origins[row]), prefixes.get(sequence, NO_PREFIX)
+                other = int(used_at.argmin())
+                if used_at[other] < contents.used_at[held] and (held, contents.known[held]) != (prefix.row, prefix.length):
+                    origins[other], lengths[other], used_at[other] = held, contents.known[held], contents.used_at[held]
+        for row, sequence in fresh.items():
+            prefix = prefixes.get(sequence, NO_PREFIX)
+            origins[row], lengths[row] = prefix.row if prefix.length else row, prefix.length
+        moves = self._copy(origins, lengths)
+        contents.forget(np.fromiter(fresh, dtype=np.int64))
+        self._move(sources, targets)
+        return moves
+
+    def _copy(self, origins: Ints, lengths: Ints) -> list[Move]:
+        """Give row i the first `lengths[i]` positions of row `origins[i]`, and what is known of them."""
+        changed = np.flatnonzero(origins != np.arange(len(origins)))
+        self.contents.rearrange(changed, origins[changed])
+        changed = changed[lengths[changed] > 0]
+        buckets = np.searchsorted(self._limits, lengths[changed])
+        by_length = [changed[buckets == number] for number in np.unique(buckets)]
+        return [Move(origins[rows], rows, int(lengths[rows].max())) for rows in by_length]
+
+    def _move(self, sources: Ints, targets: Ints) -> None:
+        """Move the rows' state."""
         if not len(sources):
-            return []
+            return
         moved = [self.owner(row) for row in sources.tolist()]
-        lengths = self.positions[sources]
-        buckets = np.searchsorted(self._limits, lengths)
-        moves = [
-            Move(sources[chosen], targets[chosen], int(lengths[chosen].max()))
-            for chosen in (np.flatnonzero(buckets == number) for number in np.unique(buckets))
-        ]
         self._integers[:, targets] = self._integers[:, sources]
         self._reals[:, targets] = self._reals[:, sources]
         self.stops[targets] = self.stops[sources]
@@ -302,7 +364,6 @@ class RowTable:
         for row, sequence in zip(targets.tolist(), moved, strict=True):
             self._owners[row] = sequence
             sequence.row = row
-        return moves
 
     def _admit(self, sequence: Sequence, row: int) -> None:
         sampling, prompt = sequence.request.sampling, sequence.request.prompt_ids

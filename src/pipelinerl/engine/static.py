@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.engine.attention import Move
+from pipelinerl.engine.contents import NO_PREFIX, Prefix
 from pipelinerl.engine.fused import compiled
 from pipelinerl.engine.local import NOTHING, LocalEngine
 from pipelinerl.engine.rows import DECODING, FREE, Prefill, Reals, RowTable, Sequence
@@ -35,7 +36,7 @@ from pipelinerl.engine.varlen import COMPILERS, VarlenBatch, VarlenRunner, row_b
 from pipelinerl.errors import UnsupportedModelError
 from pipelinerl.interfaces import StepOutput
 from pipelinerl.models.device import to_device, to_host, try_compiler
-from pipelinerl.types import Completion, TokenEvent
+from pipelinerl.types import Completion, TokenEvent, VersionSpan
 
 _log = logging.getLogger(__name__)
 
@@ -180,12 +181,28 @@ class SlotTable(RowTable):
         self._changed: set[int] = set()
         self.sampled = 0
 
-    def admit(self, fresh: Seq[Sequence]) -> None:
-        """Give each sequence the lowest free row."""
-        free = np.flatnonzero(self._kinds == FREE)[: len(fresh)]
-        for row, sequence in zip(free.tolist(), fresh, strict=True):
+    def admit(self, fresh: Seq[Sequence], prefixes: Mapping[Sequence, Prefix], below: int) -> list[Move]:
+        """Give each sequence a free row, below `below` if it can be, which was released longest ago.
+
+        A sequence that continues a released row gets that row.
+        """
+        free = self.free_rows()
+        free = free[np.lexsort((self.contents.used_at[free], free >= below))].tolist()
+        origins, lengths = np.arange(len(self._owners)), np.zeros(len(self._owners), dtype=np.int64)
+        rows: dict[Sequence, int] = {}
+        for sequence in sorted(fresh, key=lambda one: one not in prefixes):
+            prefix = prefixes.get(sequence, NO_PREFIX)
+            continues = prefix.row in free and prefix.length == self.contents.known[prefix.row]
+            row = rows[sequence] = prefix.row if continues else free[0]
+            free.remove(row)
+            if prefix.length:
+                origins[row], lengths[row] = prefix.row, prefix.length
+        moves = self._copy(origins, lengths)
+        for sequence, row in rows.items():
+            self.contents.forget(row)
             self._admit(sequence, row)
         self.used += len(fresh)
+        return moves
 
     def start_decoding(self, sequence: Sequence) -> None:
         """As in `RowTable`; the first decode step processes the prompt's last token."""
@@ -194,8 +211,8 @@ class SlotTable(RowTable):
         self.positions[sequence.row], self.last[sequence.row] = len(prompt_ids) - 1, prompt_ids[-1]
         self._changed.add(sequence.row)
 
-    def release(self, sequence: Sequence) -> None:
-        super().release(sequence)
+    def release(self, sequence: Sequence, versions: tuple[VersionSpan, ...]) -> None:
+        super().release(sequence, versions)
         self._changed.add(sequence.row)
 
     def decoding_rows(self, *, sampled: bool = False) -> Ints:
@@ -235,7 +252,11 @@ class SlotTable(RowTable):
         """Move sequences from rows >= `rows` to free rows below. The table has been flushed and no row has ended."""
         sources = rows + np.flatnonzero(self._kinds[rows:])
         targets = np.flatnonzero(self._kinds[:rows] == FREE)[: len(sources)]
-        moves = self._move(sources, targets)
+        origins, lengths = np.arange(len(self._owners)), np.zeros(len(self._owners), dtype=np.int64)
+        origins[targets], lengths[targets] = sources, self.positions[sources]
+        moves = self._copy(origins, lengths)
+        self._move(sources, targets)
+        self.contents.forget(sources)
         self._kinds[sources] = FREE
         for row in sources.tolist():
             self._owners[row] = None
@@ -290,7 +311,8 @@ class StaticEngine(LocalEngine):
         ready = min(len(self._waiting), table.free)
         held = self._decode_steps - self._admitted_at < _HELD_STEPS and len(table.decoding_rows()) > 0
         if ready and (not held or ready >= self.slots // 16):  # a forward over the waiting prompts is worth its time
-            table.admit(self._admit())
+            fresh = self._admit()
+            self._runner.kv.move(table.admit(fresh, self._prefixes, self._bucket(table.used + len(fresh))))
             self._admitted_at = self._decode_steps
         if self._prefills:
             self._run_prefills()
@@ -331,6 +353,7 @@ class StaticEngine(LocalEngine):
 
     def _finish_prefill(self, prefill: Prefill) -> None:
         prefill.versions.mark(self.version, prefill.done)  # the last token is processed by the next decode step
+        self._tokens_prefilled += len(prefill.members)
         super()._finish_prefill(prefill)
 
 

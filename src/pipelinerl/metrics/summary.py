@@ -87,6 +87,8 @@ def summarize(
         "samples_per_s": _ratio(sum(step.samples for step in session), wall_s),
         "tokens_generated": engine.tokens_generated if engine else None,
         "tokens_per_s": _ratio(engine.tokens_generated, wall_s) if engine else None,
+        "prompt_tokens": engine.prompt_tokens if engine else None,
+        "prefilled_tokens": engine.prefilled_tokens if engine else None,
         "tokens_trained": sum(step.tokens_trained for step in steps),
         "cut_fraction": cut,
         "collapse": collapse_of(steps),

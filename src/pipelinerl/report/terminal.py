@@ -93,6 +93,9 @@ def summary_sections(summary: Mapping[str, Any]) -> tuple[list[Row], ...]:
         ("throughput", f"{see.samples_per_s:short} samples/s, {see.tokens_per_s:short} tokens/s generated, with start-up"),
         ("tokens", f"{see.tokens_generated:short} generated, {see.tokens_trained:short} trained on"),
     ]
+    if (given := summary.get("prompt_tokens")) and (computed := summary["prefilled_tokens"]):
+        prompts = f"{see.prefilled_tokens:short} computed of {see.prompt_tokens:short}: one in {given / computed:.1f}"
+        throughput.append(("prompt tokens", prompts))
     return (
         _learning(summary, see),
         throughput,

@@ -149,6 +149,7 @@ class Generation:
             seed=config.seed,
             slots=engine.progress().slots,
             stop_token_ids=contract.stop_token_ids,
+            prefix=config.engine.prefix,
             notes=(*(f"model: {note}" for note in contract.notes), *notes_of(self._environment, config)),
         )
         skips, plan = None, session.plan

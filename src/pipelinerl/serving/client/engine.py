@@ -293,6 +293,7 @@ class RemoteEngine:
                         why = f"returned an invalid completion for request {request.id!r}: {fault}"
                         raise ServerError(replica.url, why)
                     if completion.finish_reason != "cancelled":
+                        replica.hold((*wanted.prompt_ids, *completion.token_ids))
                         return completion
                     error: ServerError = ServerBusyError(replica.url, "cancelled a request without being asked to")
                 except (ServerUnreachableError, ServerBusyError) as failure:

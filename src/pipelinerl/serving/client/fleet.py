@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from pipelinerl.errors import WeightUpdateError
@@ -31,6 +32,8 @@ from pipelinerl.types import GenerationRequest, UpdateReceipt
 
 T = TypeVar("T")
 
+_BLOCK, _BLOCKS_PER_SLOT = 32, 64
+"""The beginnings of prompts that a server holds are remembered in steps of so many tokens, and so many of them."""
 _SECOND_LOOK_S = 0.2
 """Time to read an answer that arrived while the event loop was blocked. The HTTP library does so for its own timeouts."""
 
@@ -40,8 +43,8 @@ class Replica:
 
     `instance`: the id of the process that answered last; "" before the first answer. `failing_since_s`: its failure clock,
     which the first missing answer starts and a valid one stops. `gone`: it has failed for as long as `Bounds` allows.
-    `load`: the number of requests that have a slot, by prompt in `prompts`. `wanted`: the newest weights that all servers
-    but the lost ones have acknowledged; None before the first.
+    `load`: the number of requests that have a slot. `wanted`: the newest weights that all servers but the lost ones have
+    acknowledged; None before the first.
     """
 
     def __init__(self, server: EngineServer, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +56,7 @@ class Replica:
         self.failing_since_s: float | None = None
         self.last_error = "it has not answered yet"
         self.load = 0
-        self.prompts: Counter[tuple[int, ...]] = Counter()
+        self._held: OrderedDict[int, None] = OrderedDict()  # beginnings of prompts, the least recently used first
         self.wanted: WeightUpdateRequest | None = None
         self._acknowledged = ("", 0)  # the process, and the version of the weights that it applied
         self._updating = asyncio.Lock()
@@ -69,6 +72,20 @@ class Replica:
     def _up_to_date(self) -> bool:
         instance, version = self._acknowledged
         return self.wanted is None or (instance == self.instance and version >= self.wanted.version)
+
+    # ---- what its cache may hold
+
+    def hold(self, ids: Sequence[int]) -> None:
+        """It has been sent these tokens, or has sampled them."""
+        for beginning in _beginnings(ids):
+            self._held[beginning] = None
+            self._held.move_to_end(beginning)
+        while len(self._held) > _BLOCKS_PER_SLOT * max(1, self.slots):
+            self._held.popitem(last=False)
+
+    def held(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens it may hold, in whole blocks."""
+        return _BLOCK * sum(1 for _ in takewhile(self._held.__contains__, _beginnings(ids)))
 
     # ---- health
 
@@ -105,6 +122,7 @@ class Replica:
         """Record an answer of the server. If the process is a new one, cancel the calls to the old one: they are lost."""
         if info.instance != self.instance:
             self._cancel_calls()
+            self._held.clear()
         self.info, self.instance = info, info.instance
 
     def recovered(self) -> None:
@@ -209,18 +227,20 @@ class Fleet:
 
     @asynccontextmanager
     async def slot(self, request: GenerationRequest) -> AsyncIterator[Replica]:
-        """Have a slot of a server inside, first come first served. Requests for one of the copies go first."""
+        """Have a slot of a server inside: requests for one of the copies first, then later turns, then first come."""
         placed: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
-        before = len(self._waiting)
-        if request.copy is not None:
-            before = sum(other.copy is not None for other, _ in self._waiting)
+
+        def rank(one: GenerationRequest) -> int:
+            return 0 if one.copy is not None else 1 if one.turn else 2
+
+        before = sum(1 for _ in takewhile(lambda other: rank(other[0]) <= rank(request), self._waiting))
         self._waiting.insert(before, (request, placed))
         try:
             self.place()
             yield await placed
         finally:
             if placed.done() and not placed.cancelled():
-                self.release(placed.result(), request.prompt_ids)
+                placed.result().load -= 1  # it no longer needs its slot
             placed.cancel()
             self.place()
 
@@ -242,25 +262,26 @@ class Fleet:
     def choose(self, prompt: tuple[int, ...], allowed: Sequence[Replica]) -> Replica | None:
         """Give a request a slot of one of the `allowed` servers. Returns None if none of them has room.
 
-        Requests with the same prompt go to the same server, so that the prompt is processed once, until the server has half
-        of its slots in use and its share of all requests. Other requests go to the least loaded server.
+        A request goes to the server that may hold most of its prompt, until the server has half of its slots in use and its
+        share of all requests. Other requests go to the least loaded server.
         """
         slots, total = self.slots, 1 + sum(replica.load for replica in self.replicas if replica.slots)
-        ranks: dict[Replica, tuple[bool, float]] = {}
+        ranks: dict[Replica, tuple[int, float]] = {}
         for replica in allowed:
             if replica.load < replica.slots:
                 crowded = 2 * replica.load >= replica.slots and replica.load * slots >= total * replica.slots
-                ranks[replica] = (crowded or not replica.prompts[prompt], replica.load / replica.slots)
+                ranks[replica] = (0 if crowded else -replica.held(prompt), replica.load / replica.slots)
         if not ranks:
             return None
         chosen = min(ranks, key=ranks.__getitem__)
         chosen.load += 1
-        chosen.prompts[prompt] += 1
+        chosen.hold(prompt)
         return chosen
 
-    def release(self, replica: Replica, prompt: tuple[int, ...]) -> None:
-        """A request no longer needs its slot."""
-        replica.load -= 1
-        replica.prompts[prompt] -= 1
-        if not replica.prompts[prompt]:
-            del replica.prompts[prompt]
+
+def _beginnings(ids: Sequence[int]) -> Iterator[int]:
+    """A hash of each beginning of `ids` that is whole blocks, the shortest first."""
+    beginning = 0
+    for end in range(_BLOCK, len(ids) + 1, _BLOCK):
+        beginning = hash((beginning, tuple(ids[end - _BLOCK : end])))
+        yield beginning

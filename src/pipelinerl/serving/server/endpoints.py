@@ -100,7 +100,8 @@ async def _request(service: Service, body: AnyBody, name: str) -> GenerationRequ
     default = room if isinstance(body, ChatBody) else min(room, _COMPLETION_TOKENS)
     sampling = body.sampling(default=default, end_ids=loaded.stop_token_ids)
     by_token = bool(body.stream or body.stops)  # stop strings are matched as tokens arrive
-    return GenerationRequest(id=name, prompt_ids=prompt_ids, sampling=sampling, stream=by_token)
+    version = service.engine.holding.version
+    return GenerationRequest(id=name, prompt_ids=prompt_ids, sampling=sampling, stream=by_token, reuses_from=version)
 
 
 class AnswerText:

@@ -229,8 +229,8 @@ class VllmServer:
         started_s = time.perf_counter()
         try:
             step = "did not pause"
-            try:  # `keep` keeps requests and their KV entries
-                await self._post(f"/pause?mode={'abort' if begins else 'keep'}&clear_cache=false")
+            try:  # `keep` keeps requests and their KV entries; versions of another session have other weights
+                await self._post(f"/pause?mode={'abort&clear_cache=true' if begins else 'keep&clear_cache=false'}")
                 step = "did not start an update"
                 await self._post("/start_weight_update")
                 step = "refused the weights"

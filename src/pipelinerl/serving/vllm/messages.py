@@ -60,7 +60,8 @@ class Label(NamedTuple):
 def generate_body(request: GenerationRequest, max_length: int) -> dict[str, Any]:
     """Translate a request for vLLM. Raises PromptTooLongError or RequestError for what vLLM would silently change.
 
-    No seed is sent. The model's end tokens stop a completion only if the request names them.
+    No seed is sent. The model's end tokens stop a completion only if the request names them. Requests with the same
+    `reuses_from` share the cached beginnings of their prompts.
     """
     prompt, sampling = request.prompt_ids, request.sampling
     if len(prompt) + sampling.max_tokens > max_length:
@@ -78,6 +79,7 @@ def generate_body(request: GenerationRequest, max_length: int) -> dict[str, Any]
         "request_id": request.id,
         "token_ids": prompt,
         "stream": request.stream,
+        "cache_salt": request.id if request.reuses_from is None else str(request.reuses_from),
         "sampling_params": {name: getattr(sampling, name) for name in names} | fixed,
     }
 
@@ -201,7 +203,6 @@ class VllmConfig(msgspec.Struct, frozen=True):
 
     instance_id: str
     model_config: ModelSection
-    cache_config: dict[str, Any]
     scheduler_config: SchedulerSection
     weight_transfer_config: dict[str, Any] | None = None
 
@@ -210,8 +211,6 @@ class VllmConfig(msgspec.Struct, frozen=True):
         found = []
         if self.model_config.logprobs_mode != "processed_logprobs":
             found.append("its log-probs are not of the sampled distribution (--logprobs-mode processed_logprobs)")
-        if self.cache_config.get("enable_prefix_caching"):
-            found.append("it would reuse KV entries of older weights for prompts (--no-enable-prefix-caching)")
         if (self.weight_transfer_config or {}).get("backend") != BACKEND:
             found.append(f'it uses another weight transfer (--weight-transfer-config \'{{"backend":"{BACKEND}"}}\')')
         return found

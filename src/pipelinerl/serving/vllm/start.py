@@ -86,7 +86,7 @@ def command_line(settings: VllmSettings, port: int, host: str = HOST, *, guarded
     command += ["--model", settings.model, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     command += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
     command += ["--max-num-seqs", str(settings.slots), "--logprobs-mode", "processed_logprobs"]
-    command += ["--enable-scale-out", "--no-enable-prefix-caching", "--generation-config", "vllm"]
+    command += ["--enable-scale-out", "--enable-prefix-caching", "--generation-config", "vllm"]
     if settings.device == "cpu":
         command += ["--enforce-eager"]
     command += ["--weight-transfer-config", msgspec.json.encode({"backend": BACKEND}).decode()]

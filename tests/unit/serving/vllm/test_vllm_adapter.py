@@ -21,7 +21,7 @@ from tests.unit.fake_engine_servers import request, wait_until
 
 FACTS = ModelFacts(16, (1,))
 UPDATE = WeightUpdateRequest(version=1, checksum="c0ffee", path="/weights/v1.safetensors")
-ABORT, KEEP = "mode=abort&clear_cache=false", "mode=keep&clear_cache=false"
+ABORT, KEEP = "mode=abort&clear_cache=true", "mode=keep&clear_cache=false"
 STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
@@ -33,7 +33,7 @@ class FakeVllm:
     def __init__(self) -> None:
         self.instance = "a"
         self.label = "default"
-        self.logprobs_mode, self.prefix_caching, self.backend = "processed_logprobs", False, "pipelinerl"
+        self.logprobs_mode, self.backend = "processed_logprobs", "pipelinerl"
         self.paused = False
         self.sent: defaultdict[str, list[Any]] = defaultdict(list)  # by path: the bodies, or queries
         self.steps: list[str] = []  # of updates
@@ -48,7 +48,6 @@ class FakeVllm:
         config = {
             "instance_id": self.instance,
             "model_config": {"model": "m", "max_model_len": 64, "logprobs_mode": self.logprobs_mode},
-            "cache_config": {"enable_prefix_caching": self.prefix_caching},
             "scheduler_config": {"max_num_seqs": 4},
             "weight_transfer_config": {"backend": self.backend},
         }
@@ -138,8 +137,7 @@ async def test_weights_without_a_label_are_of_version_0(vllm: FakeVllm, server: 
     [
         ({"paused": True}, "is paused"),
         ({"label": "step-7"}, "something else"),
-        ({"logprobs_mode": "raw", "prefix_caching": True}, "--logprobs-mode .*; .*--no-enable-prefix-caching"),
-        ({"backend": "nccl"}, "--weight-transfer-config"),
+        ({"logprobs_mode": "raw", "backend": "nccl"}, "--logprobs-mode .*; .*--weight-transfer-config"),
     ],
 )
 async def test_a_server_that_can_not_be_used_is_not(
@@ -208,11 +206,12 @@ async def test_everything_that_an_answer_says_is_in_the_completion(vllm: FakeVll
     content = [{"token_id": token, "logprob": -0.5 * token, "rank": 1} for token in range(5)]
     vllm.changes = {"token_ids": list(range(5)), "logprobs": {"content": content}, "weight_versions": spans}
     asked = request("a", temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(9,))
+    asked = msgspec.structs.replace(asked, reuses_from=6)
     done = await server.generate(asked)
     assert (done.token_ids, done.logprobs) == (tuple(range(5)), (0.0, -0.5, -1.0, -1.5, -2.0))
     assert done.weight_versions == (VersionSpan(7, 0, 3), VersionSpan(12, 3, 5))
     (sent,) = vllm.sent["/inference/v1/generate"]
-    assert sent["token_ids"] == asked.prompt_ids
+    assert (sent["token_ids"], sent["cache_salt"]) == (asked.prompt_ids, "6")
     sampling = msgspec.structs.asdict(asked.sampling)
     assert sent["sampling_params"].items() >= {(name, sampling[name]) for name in sampling if name != "seed"}
 
