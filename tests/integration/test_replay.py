@@ -23,6 +23,7 @@ from tests.integration.runs import (
     summary,
     trained,
     weights_checksum,
+    write_environment,
 )
 
 pytestmark = pytest.mark.slow
@@ -126,6 +127,39 @@ def test_generation_is_repeated_from_the_versions_that_were_kept(kv: str, tmp_pa
     (difference, *_) = replayed(run_dir, steps=0, verify=1000).differences
     assert f"rollout {changed}, token" in difference
     assert "its log-prob is" in difference
+
+
+TURNS = """
+async def rollout(self, problem, client):
+    turns, prompt = [], tuple(self.tokenizer.encode(self.prompt(problem) * 3))
+    for _ in range(4):
+        done = await client.generate(prompt, max_tokens=12)
+        turns.append(Turn(prompt_ids=prompt, completion=done, text=self.tokenizer.decode(done.answer_ids)))
+        prompt = (*prompt, *done.token_ids, *self.tokenizer.encode(",12,1"))
+    return Rollout(turns=tuple(turns), reward=sum(turn.text.count("1") for turn in turns) / 48)
+"""
+
+
+def test_turns_that_read_entries_of_older_weights_are_repeated(tmp_path: Path) -> None:
+    """Of the recorded versions: with others the log-probs differ."""
+    run_dir = tmp_path / "r"
+    settings = {"engine__slots": 32, "trainer__learning_rate": 5e-3, "trainer__weights_every": 1}
+    kind = write_environment(tmp_path, TURNS, ["from pipelinerl.types import Turn"])
+    run(run_dir, environment__kind=kind, **settings)
+    result = replayed(run_dir, steps=0, verify=1000)
+    assert (result.differences, result.exact) == ([], True)
+    changed = change_group(run_dir, _read_newer_entries)
+    (difference, *_) = replayed(run_dir, steps=0, verify=1000).differences
+    assert f"rollout {changed}, turn" in difference
+
+
+def _read_newer_entries(rollout: dict[str, Any]) -> bool:
+    for turn in rollout["turns"][1:]:
+        versions = turn["completion"]["prompt_versions"]
+        if len(versions) > 1 and versions[0]["end"] > 30:
+            versions[0]["end"] = versions[1]["start"] = 1
+            return True
+    return False
 
 
 def _shift_first_switch(rollout: dict[str, Any]) -> bool:

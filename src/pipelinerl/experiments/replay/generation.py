@@ -107,7 +107,7 @@ def _drawn_again(feeds: Sequence[Feed], ids: Sequence[int], logprobs_NV: Tensor,
         of_request = derive_seed(derive_seed(seed, one.group, one.attempt), one.turn)
         keys += [request_key("", of_request)] * feed.predicted
         tokens += range(feed.token, feed.token + feed.predicted)
-    drawn_N = uniforms(np.array(keys), np.array(tokens))
+    drawn_N = uniforms(np.array(keys, dtype=np.int64), np.array(tokens, dtype=np.int64))
     again_N, _ = sample(logprobs_NV, None, drawn_N.to(logprobs_NV.device))
     return sum(one == other for one, other in zip(again_N.tolist(), ids, strict=True))
 
