@@ -111,6 +111,9 @@ def test_a_study_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert [policy.lag_mean for policy in lagged] == [0, 1, 2, 3]
         assert lagged[0].kl.mean == 0.0
         assert all(older.kl.mean > newer.kl.mean for newer, older in pairwise(lagged))
+        prefix = start.policies["prefix of lag 1"]
+        assert (prefix.lag_mean, prefix.tokens < lagged[0].tokens) == (0, True)
+        assert 0 < prefix.kl.mean < lagged[1].kl.mean
         # Until the first switch a mixed policy is the oldest weights: with the same random numbers, the same tokens.
         oldest, stale, recomputed = (
             [kl.mean for kl in policy.by_position]

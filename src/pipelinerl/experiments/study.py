@@ -4,7 +4,10 @@ Behaviour policies compared with the policy pi = C+g, starting from a checkpoint
 
     mixed, stale KV          C, C+1, ... C+g-2 sample one sequence in turn; the KV cache keeps older weights' entries
     mixed, recomputed KV     the same, but at each switch the new weights recompute all keys and values
-    lag k = 0, 1, ..., g     conventional RL: C+g-k samples the whole sequence
+    lag k = 0, 1, ..., g     conventional RL: C+g-k samples the whole sequence. Lag g is also what weights that are pinned
+                             at the start of each sequence sample while the trainer comes to C+g
+    prefix of lag k          C+g-k computes the prompt and samples the first half of L; C+g continues from its KV entries.
+                             Only C+g's tokens count: what reading the beginning of a prompt from the cache costs
 
 A policy is the version of the weights that samples each token of a completion. All policies get the same problems and random
 numbers, so two policies sample the same tokens until they first disagree. Then the sampled sequences are fed to two models
@@ -23,7 +26,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -50,6 +53,7 @@ RESAMPLES = 2000
 LENGTH_QUANTILE = 0.9
 NAMED_STARTS = ("early", "middle", "late")
 STALE, RECOMPUTED = "mixed, stale KV", "mixed, recomputed KV"
+PREFIX_LAGS = (1, 4, 16)
 KL = "KL(mu || pi), nats per token"
 
 
@@ -59,10 +63,10 @@ KL = "KL(mu || pi), nats per token"
 class PolicyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One behaviour policy compared with the on-policy one.
 
-    lag_mean         mean lag of the sampled tokens
+    lag_mean         mean lag of the tokens
     kl               KL(mu || pi), exact at each position over the vocabulary, averaged over the sampled prefixes
     engine_gap       largest difference between the engine's log-probabilities and those of the replay that computes `kl`
-    by_position      `kl` between the study's `edges`; null where no completion is that long
+    by_position      `kl` between the study's `edges`; null where no completion is that long; none for a prefix
     equivalent_lag   the lag at which conventional RL is equally off-policy, interpolated; None if it never is
     """
 
@@ -365,16 +369,23 @@ def study_kv_cache(
     }
     behaviour, target = (Recompute(model, temperature=study.temperature, **sizes) for model in models[2:])
 
-    def measure(name: str, policy: Sequence[int], version: int) -> tuple[PolicyRecord, Floats]:
-        """Compare a behaviour policy with the weights of `version`. Also returns its mean KL in each resample."""
+    def measure(name: str, policy: Sequence[int], version: int, *, own_only: bool = False) -> tuple[PolicyRecord, Floats]:
+        """Compare a behaviour policy with the weights of `version`. Also returns its mean KL in each resample.
+
+        `own_only`: at the tokens that these weights sampled.
+        """
         on_progress(f"weights {version - lag} to {version}: {name}")
         kv: KV = "recompute" if name == RECOMPUTED else "keep"
         tokens, gap = divergences(behaviour, target, samplers[kv].sample(requests, policy), weights, kv)
+        if own_only:
+            own_N = tokens.version == version
+            tokens = Tokens(*(values[own_N] for values in tokens))
         sums = by_problem(tokens, study.problems, study.edges)
         means_RQ = resampled_means(*sums, resamples=study.resamples, seed=seed)
         kl, *along = intervals(means_RQ, study.level)
         lag_mean = float((version - tokens.version).mean())
-        record = PolicyRecord(tokens=len(tokens.kl), lag_mean=lag_mean, kl=kl, engine_gap=gap, by_position=tuple(along))
+        by_position = () if own_only else tuple(along)
+        record = PolicyRecord(tokens=len(tokens.kl), lag_mean=lag_mean, kl=kl, engine_gap=gap, by_position=by_position)
         return record, means_RQ[:, :1]
 
     found = []
@@ -384,15 +395,23 @@ def study_kv_cache(
     return msgspec.structs.replace(study, starts=tuple(found))
 
 
-def _start(
-    version: int, lag: int, length: int, measure: Callable[[str, Sequence[int], int], tuple[PolicyRecord, Floats]]
-) -> StartRecord:
+class _Measure(Protocol):
+    def __call__(
+        self, name: str, policy: Sequence[int], version: int, *, own_only: bool = False
+    ) -> tuple[PolicyRecord, Floats]: ...
+
+
+def _start(version: int, lag: int, length: int, measure: _Measure) -> StartRecord:
     """The study from one checkpoint, whose policies `measure` compares with the target."""
     target, mixed = version + lag, mixed_policy(version, lag, length)
     found = {name: measure(name, mixed, target) for name in (STALE, RECOMPUTED)}
     lagged = {f"lag {behind}": behind for behind in range(lag + 1)}
     found |= {name: measure(name, [target - behind] * length, target) for name, behind in lagged.items()}
     by_lag = [found[name][0].kl.mean for name in lagged]
+    for behind in PREFIX_LAGS:
+        if behind <= lag:
+            policy = [target - behind] * (length // 2) + [target] * (length - length // 2)
+            found[_prefix(behind)] = measure(_prefix(behind), policy, target, own_only=True)
     policies = {}
     for name, (record, _) in found.items():
         equivalent = float(lagged[name]) if name in lagged else equivalent_lag(record.kl.mean, by_lag)
@@ -402,6 +421,10 @@ def _start(
         for what, other in (("recomputed", RECOMPUTED), (f"lag {lag}", f"lag {lag}"))
     }
     return StartRecord(version=version, target=target, policies=policies, differences=differences)
+
+
+def _prefix(lag: int) -> str:
+    return f"prefix of lag {lag}"
 
 
 # ---- output: the numbers, a page with charts, and the tables of the page in the terminal
@@ -437,8 +460,9 @@ def _section(study: StudyRecord, start: StartRecord) -> PageSection:
     shown = [STALE, RECOMPUTED, *(f"lag {max(1, study.lag // part)}" for part in (8, 4, 2, 1))]
     policies = {name: start.policies[name] for name in shown}  # a lag that is there twice counts once
     rows = []
-    for name, kl in ({name: one.kl for name, one in policies.items()} | start.differences).items():
-        one = policies.get(name)
+    prefixes = {name: start.policies[name].kl for name in map(_prefix, PREFIX_LAGS) if name in start.policies}
+    for name, kl in ({name: one.kl for name, one in policies.items()} | prefixes | start.differences).items():
+        one = start.policies.get(name)
         row = {"behaviour policy": name, "mean lag": "", "KL, exact": f"{kl.mean:.2e} ({kl.low:.2e} to {kl.high:.2e})"}
         as_lag = ""
         if one is not None:
