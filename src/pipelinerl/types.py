@@ -368,7 +368,8 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     `prompt_tokens` are of requests that have begun. Of these, `prefilled_tokens` were computed for them; the others were
     computed once for several, where the engine knows it.
     `ready_s` is the time since the engine became ready, of which it spent `busy_s` in steps and weight updates.
-    `pauses_s` are the pauses for the latest weight updates. `runner` is how the model is run, where the engine knows it.
+    `pauses_s` are the pauses for the latest weight updates, `update_cpu_s` the CPU seconds of this process in all of them.
+    `runner` is how the model is run, where the engine knows it.
     `begun`: version -> sequences in progress whose first token it sampled, where the engine knows it. `notes`: what does not
     agree between model and tokenizer (`models.contract`).
     """
@@ -385,6 +386,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     ready_s: float = 0.0
     weight_updates: int = 0
     pauses_s: tuple[float, ...] = ()
+    update_cpu_s: float = 0.0
     probes: tuple[ProbeReading, ...] = ()
     runner: str = ""
     begun: dict[int, int] = {}

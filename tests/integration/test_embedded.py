@@ -31,7 +31,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics without what depends on the clock: times, and engine and actor as last seen on the board."""
-    clocked = {"time_s", "train_s", "wait_s", "publish_s", "saving_s", "engine"}
+    clocked = {"time_s", "train_s", "wait_s", "publish_s", "saving_s", "cpu_s", "engine"}
     clocked |= {"started_length_mean", "actor_dropped", "actor_dropped_tokens"}
     records = [msgspec.to_builtins(step) for step in steps(run_dir)]
     for record in records:

@@ -122,6 +122,7 @@ class LocalEngine:
         self._decode_steps = 0
         self._busy_s = 0.0
         self._updates = 0
+        self._update_cpu_s = 0.0
         self._pauses_s: deque[float] = deque(maxlen=512)
 
     def _make_runner(self, model: nn.Module, *, flatten: bool) -> Runner:
@@ -149,6 +150,7 @@ class LocalEngine:
             busy_s=self._busy_s,
             weight_updates=self._updates,
             pauses_s=tuple(self._pauses_s),
+            update_cpu_s=self._update_cpu_s,
             runner=self._runner.description,
             begun=Counter(first for one in self._requests.values() if (first := one.versions.first) is not None),
         )
@@ -161,7 +163,7 @@ class LocalEngine:
         self._table.contents.forget(np.arange(self.slots))
         self._tokens_generated = self._decode_steps = self._updates = 0
         self._tokens_given = self._tokens_prefilled = 0
-        self._busy_s = 0.0
+        self._busy_s = self._update_cpu_s = 0.0
         self._pauses_s.clear()
 
     # ---- requests
@@ -467,7 +469,7 @@ class LocalEngine:
         anything is changed if names, shapes or the version do not fit or a weight is not finite, and after the copy if the
         checksum differs. Raises LogitsError if the previous weights produced logits that are not finite.
         """
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         if update.version < self.version:
             raise WeightUpdateError(
                 f"version {update.version} is older than the engine's {self.version}; nothing was changed"
@@ -500,6 +502,7 @@ class LocalEngine:
             self._table.contents.recomputed(self._table.free_rows(), self.version)
         pause_s = time.perf_counter() - started_s
         self._updates += 1
+        self._update_cpu_s += time.process_time() - started_cpu_s
         self._pauses_s.append(pause_s)
         self._busy_s += pause_s if self._requests else 0.0
         return UpdateReceipt(

@@ -234,6 +234,7 @@ def write_summary(session: Session, outcome: Outcome) -> dict[str, Any]:
         "stopped_by": run.stop_request.read_text(encoding="utf-8") if run.stop_request.exists() else None,
         "best_version": best_version(run.root, saved_versions(run.root)),
         "restarts": outcome.restarts,
+        "launcher_cpu_s": outcome.launcher_cpu_s,
         "predicted_memory_bytes": plan.predicted_memory_bytes,
     }
     try:

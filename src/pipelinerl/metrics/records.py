@@ -75,6 +75,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     update                  the latest weight update that every engine has. It can be the previous step's: a broadcast
                             goes on during the next step
     saving_s                time to write a checkpoint or a copy of the weights between the previous step and this one
+    cpu_s                   CPU seconds of the training process (rank 0, all its threads) since the previous step, by what
+                            they were spent on: `step` (forward, backward, optimizer), `publish` and `saving` as above, and
+                            `other`: reading and preparing rollouts, records, waiting
     packing_efficiency      tokens / (rows x row length) over the step's micro-batches
     queued                  rollouts queued at the trainer after the step
     dropped                 rollouts dropped at the trainer so far, by reason
@@ -123,6 +126,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     publish_s: float = 0.0
     update: WeightTransfer | None = None
     saving_s: float = 0.0
+    cpu_s: dict[str, float] = {}
     micro_batches: int = 0
     packing_efficiency: float | None = None
     queued: int = 0
@@ -297,7 +301,8 @@ TIMELINE_STEM = "timeline-"
 class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one engine at `time_s`, on the axis of `StepRecord.time_s`; `tokens_generated` is over the session.
 
-    `in_progress` sequences have a slot, `queued` requests wait for one. Includes requests of evaluations.
+    `in_progress` sequences have a slot, `queued` requests wait for one. Includes requests of evaluations. `cpu_s` are the
+    CPU seconds of the generation process so far (all its threads), of which weight updates took `update_cpu_s`.
     """
 
     worker: int
@@ -306,6 +311,8 @@ class TimelineRecord(msgspec.Struct, frozen=True, kw_only=True):
     queued: int
     tokens_generated: int
     version: int
+    cpu_s: float = 0.0
+    update_cpu_s: float = 0.0
 
 
 class TimelineWriter:
@@ -337,6 +344,8 @@ class TimelineWriter:
             queued=current.queued,
             tokens_generated=current.tokens_generated,
             version=current.version,
+            cpu_s=time.process_time(),
+            update_cpu_s=current.update_cpu_s,
         )
         try:
             self._lines.write(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ from pipelinerl.run_directory import RunDirectory, existing_run
 from pipelinerl.types import VersionSpan
 
 # ---- measures
+
+FULL = 0.9
+"""Share of the largest number of sequences in progress from which on an engine counts as full."""
 
 
 class Measured(NamedTuple):
@@ -42,7 +45,7 @@ def measure(steps: Sequence[StepRecord], begin: float) -> Measured:
     """Rates of a run of at least one step that began at `begin`."""
     training_s = steps[-1].time_s - begin
     samples = sum(step.samples for step in steps)
-    tokens, later = _tokens(steps), rates_after(steps, max(1, len(steps) // 5))
+    tokens, later = sampled_tokens(steps), rates_after(steps, max(1, len(steps) // 5))
     return Measured(
         training_s,
         samples,
@@ -61,7 +64,7 @@ def rates_after(steps: Sequence[StepRecord], fill: int) -> tuple[float, float] |
     later_s = steps[-1].time_s - steps[fill - 1].time_s if 0 < fill < len(steps) else 0.0
     if later_s <= 0:
         return None
-    return sum(step.samples for step in steps[fill:]) / later_s, _tokens(steps[fill:]) / later_s
+    return sum(step.samples for step in steps[fill:]) / later_s, sampled_tokens(steps[fill:]) / later_s
 
 
 def reached_held_out(
@@ -109,7 +112,23 @@ def slots_in_use(timeline: Iterable[TimelineRecord], begin: float, training_s: f
     return slot_s / (generating_s * slots) if generating_s > 0 else None
 
 
-def _tokens(steps: Sequence[StepRecord]) -> float:
+def full_intervals(timeline: Sequence[TimelineRecord]) -> list[tuple[TimelineRecord, TimelineRecord]]:
+    """The pairs of consecutive records of an engine between which it sampled tokens and was as full as it gets.
+
+    `timeline` is by time. Full: at least `FULL` of the largest number of sequences between any two records.
+    """
+    pairs = [
+        (before, after)
+        for engine in sorted({record.worker for record in timeline})
+        for before, after in pairwise(record for record in timeline if record.worker == engine)
+        if after.tokens_generated > before.tokens_generated
+    ]
+    fullest = max((min(before.in_progress, after.in_progress) for before, after in pairs), default=0)
+    return [pair for pair in pairs if min(one.in_progress for one in pair) >= FULL * fullest]
+
+
+def sampled_tokens(steps: Sequence[StepRecord]) -> float:
+    """Sampled tokens of the rollouts in `steps`, with and without a gradient."""
     return sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
 
 

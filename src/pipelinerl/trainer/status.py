@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import correlation, fmean, pstdev
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import xxhash
@@ -69,7 +69,8 @@ class TrainerStatus:
         self._reporter = StatusReporter(output.board, TRAINER, time.monotonic)
         self._engine_before: tuple[float, int] | None = None
         self._busy_s = self._step_end_busy_s = 0.0
-        self._spent_s = {"publish_s": 0.0, "saving_s": 0.0}
+        self._spent_s = dict.fromkeys(("step", "publish", "saving"), 0.0)
+        self._spent_cpu_s, self._step_end_cpu_s = dict(self._spent_s), 0.0
         self._latest: dict[str, float] = {}
         self._collapse = CollapseWatch()
         self._warnings: tuple[str, ...] = ()
@@ -84,21 +85,24 @@ class TrainerStatus:
             self._output.on_begin()
 
     def begin(self) -> None:
-        """Start to measure the time of an iteration."""
-        self._begin_s, self._spent_s["publish_s"] = time.monotonic(), 0.0
+        """Start to measure the time of an iteration. CPU seconds count from the first one."""
+        self._begin_s, self._spent_s["publish"] = time.monotonic(), 0.0
+        if not self._step_end_cpu_s:
+            self._step_end_cpu_s, self._spent_cpu_s = time.process_time(), dict.fromkeys(self._spent_cpu_s, 0.0)
 
     def count_as_busy(self) -> None:
         """Count the iteration as work. Without this, it counts as waiting."""
         self._busy_s += time.monotonic() - self._begin_s
 
     @contextmanager
-    def spending(self, field: str) -> Iterator[None]:
-        """The time inside is in a record: of this step as `publish_s`, or of the next step as `saving_s`."""
-        begin_s = time.monotonic()
+    def spending(self, on: Literal["step", "publish", "saving"]) -> Iterator[None]:
+        """The time inside is in the record of this step, and for `saving` of the next one, by both clocks."""
+        begin_s, begin_cpu_s = time.monotonic(), time.process_time()
         yield
         spent_s = time.monotonic() - begin_s
-        self._spent_s[field] += spent_s
-        self._busy_s += spent_s if field == "saving_s" else 0.0  # which is between two iterations
+        self._spent_s[on] += spent_s
+        self._spent_cpu_s[on] += time.process_time() - begin_cpu_s
+        self._busy_s += spent_s if on == "saving" else 0.0  # which is between two iterations
 
     def published(self, version: int, checksum: str, digests: Mapping[str, str]) -> None:
         """Record weights that the engines get."""
@@ -121,6 +125,9 @@ class TrainerStatus:
         now_s = time.monotonic()
         wait_s = (now_s - self._step_end_s) - (self._busy_s - self._step_end_busy_s)
         self._step_end_s, self._step_end_busy_s = now_s, self._busy_s
+        now_cpu_s, spent_cpu_s = time.process_time(), self._spent_cpu_s
+        other_cpu_s = now_cpu_s - self._step_end_cpu_s - sum(spent_cpu_s.values())
+        self._step_end_cpu_s, self._spent_cpu_s = now_cpu_s, dict.fromkeys(spent_cpu_s, 0.0)
         output = self._output
         statuses = last_statuses(output.board)
         engine, actor, dropped = engine_total(statuses), actor_total(statuses), queue.take_dropped()
@@ -129,9 +136,10 @@ class TrainerStatus:
             time_s=now_s - output.started_s,
             train_s=now_s - self._begin_s,
             wait_s=max(0.0, wait_s),
-            publish_s=self._spent_s["publish_s"],
+            publish_s=self._spent_s["publish"],
             update=update,
-            saving_s=self._spent_s["saving_s"],
+            saving_s=self._spent_s["saving"],
+            cpu_s=spent_cpu_s | {"other": other_cpu_s},
             queued=queue.queued,
             dropped=queue.dropped,
             sampled_length_mean=queue.sampled_length_mean,
@@ -143,7 +151,7 @@ class TrainerStatus:
             **result.measured(),
             **batch_statistics(samples, dropped, version - 1),
         )
-        self._spent_s["saving_s"] = 0.0
+        self._spent_s["saving"] = 0.0
         output.record(record)
         self._collapse.observe(record)
         if output.weighs_products and not self._warnings and (record.log_product_sd or 0.0) > 1:

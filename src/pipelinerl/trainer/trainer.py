@@ -157,7 +157,8 @@ class Trainer:
         """One optimizer step and the update of the engines, or the ESS guard."""
         self._status.begin_session()
         self._status.report("working", f"step {self._version + 1} on {len(samples)} rollouts")
-        result = self._learner.step(samples, self._version, self._on_micro_batch)
+        with self._status.spending("step"):
+            result = self._learner.step(samples, self._version, self._on_micro_batch)
         if not result.stepped:
             self._reject_batch(samples, result)
             return
@@ -216,7 +217,7 @@ class Trainer:
 
     def _publish(self) -> None:
         self._probe.expect(self._version)
-        with self._status.spending("publish_s"):
+        with self._status.spending("publish"):
             checksum = self._sender.send(self._version, self._learner.weights())
         if checksum and checksum != self._published_before.pop(self._version, checksum):
             raise CheckpointError(
@@ -235,12 +236,12 @@ class Trainer:
             self._finish_checkpoint()
         weights_every, checkpoint_every, version = self._config.weights_every, self._config.checkpoint_every, self._version
         if weights_every and version % weights_every == 0:
-            with self._status.spending("saving_s"):
+            with self._status.spending("saving"):
                 self._status.report("working", f"writing the weights of version {version}", now=True)
                 folder, saved = self._checkpoints.parent / WEIGHTS_FOLDER, self._learner
                 save_weights(folder, version=version, model=saved, tokenizer=self._tokenizer, check=self._check)
         if checkpoint_every and version % checkpoint_every == 0:
-            with self._status.spending("saving_s"):
+            with self._status.spending("saving"):
                 self.checkpoint()
 
     def checkpoint(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -158,7 +159,9 @@ def test_a_timeline_has_a_few_looks_a_second(tmp_path: Path) -> None:
     assert [record.time_s for record in records[::2]] == pytest.approx(
         [10 + LOAD_EVERY_S * look for look in range(4)], abs=0.02
     )
-    assert records[0] == TimelineRecord(worker=0, time_s=10.0, in_progress=8, queued=0, tokens_generated=0, version=4)
+    first = {"in_progress": 8, "queued": 0, "tokens_generated": 0, "version": 4, "update_cpu_s": ENGINES[1].update_cpu_s}
+    assert records[0] == TimelineRecord(worker=0, time_s=10.0, cpu_s=records[0].cpu_s, **first)
+    assert 0 < records[0].cpu_s <= records[-1].cpu_s <= time.process_time()
 
 
 def test_a_resumed_timeline_goes_on_where_the_run_does(tmp_path: Path) -> None:

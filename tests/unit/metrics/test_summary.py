@@ -130,7 +130,7 @@ def test_all_keys_are_always_there() -> None:
     empty = summarize(CONFIG, [], [], {}, wall_s=0.0, status="failed: the model can't be loaded")
     assert set(empty) == set(whole_run())
     by_compare = {"time_to_reward_s", "samples_to_reward", "samples_per_s_later", "length_mean", "slots_used_fraction"}
-    assert QUANTITIES.keys() - by_compare - {"reward_last", "saving_s"} <= set(empty)
+    assert QUANTITIES.keys() - by_compare - {"reward_last", "saving_s", "limit_share"} <= set(empty)
     assert {"lag_mean", "lag_max", "engine_busy_fraction", "trainer_busy_fraction", "rollouts_queued"} <= set(empty)
     for key in ("reward_first", "ess_min", "lag_max", "tokens_per_s", "eval_after_lengths", "rollouts_started"):
         assert empty[key] is None, key

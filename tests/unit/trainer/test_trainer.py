@@ -179,6 +179,8 @@ def test_a_run_takes_its_steps_and_publishes_each(tmp_path: Path) -> None:
     assert max(record.on_policy_gap or 0.0 for record in records) < 1e-5
     assert min(record.ess for record in records if record.ess is not None) > 0.999
     assert all(0 < record.publish_s < record.train_s for record in records)
+    assert all(record.cpu_s.keys() == {"step", "publish", "saving", "other"} for record in records)
+    assert all(min(record.cpu_s["step"], record.cpu_s["publish"], record.cpu_s["other"]) > 0 for record in records)
     size = sum(weight.nbytes for weight in weights(setup))
     assert [(one.version, one.bytes, one.encoding) for one in (record.update for record in records) if one] == [
         (version, size, "full") for version in range(1, 7)
@@ -301,8 +303,8 @@ def test_copies_of_the_weights_come_when_due_and_are_of_their_version(tmp_path: 
         for mine, there in zip(seen[version], model.state_dict().values(), strict=True):
             assert torch.equal(mine, there)
     assert not (saved[2] / "optimizer.safetensors").exists()
-    saving = [record.saving_s for record in setup.records()]
-    assert [seconds > 0 for seconds in saving] == [False, False, True, False, True]
+    for spent in ([one.saving_s for one in setup.records()], [one.cpu_s["saving"] for one in setup.records()]):
+        assert [seconds > 0 for seconds in spent] == [False, False, True, False, True]
 
 
 def test_steps_go_on_while_a_checkpoint_is_on_its_way_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

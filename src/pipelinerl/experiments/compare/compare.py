@@ -28,11 +28,13 @@ from pipelinerl.checkpoint import WEIGHTS_FOLDER
 from pipelinerl.config.schema import RunConfig, ScheduleConfig
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import ConfigError
+from pipelinerl.experiments.compare.limit import costs_of
 from pipelinerl.experiments.compare.results import (
     CONVENTIONAL,
     PIPELINE,
     Settings,
     findings,
+    limit_of,
     row,
     run_result,
     sections,
@@ -239,15 +241,25 @@ def compare(
 
     if target is None:
         target = target_reward((run.setting.label, records[run.name].evaluations) for run in runs)
+    costs = {run.seed: costs_of(records[run.name]) for run in runs if run.setting.label == PIPELINE}
     found = [
-        run_result(records[run.name], run.setting.label, used[run.setting.label], folder.executions[run.name], target)
+        run_result(
+            records[run.name],
+            run.setting.label,
+            used[run.setting.label],
+            folder.executions[run.name],
+            target,
+            costs=costs.get(run.seed),
+            cores=request.machine.cores,
+        )
         for run in runs
     ]
-    rows = [row(found, label) for label in used]
+    rows, limit = [row(found, label) for label in used], limit_of(found)
     pipeline = next((one for one in rows if one.schedule == PIPELINE), None)
     contents: dict[str, Any] = {
         "ratio_time_to_reward": pipeline.ratio_time_to_reward if pipeline else None,
         "ratio_samples_per_s": pipeline.ratio_samples_per_s if pipeline else None,
+        "limit": limit,
         "target_reward": target,
         "schedules": rows,
         "trials": {label: trials for label, (_, trials) in tuned.items()},
@@ -262,8 +274,8 @@ def compare(
         f"each from the same weights and with the whole machine: {machine.cpu}, {count(machine.cores, 'core')}, "
         f"{machine.system}, {', '.join(f'{name} {version}' for name, version in machine.versions.items())}."
     )
-    folder.write_page(f"Schedules compared: {config.environment.kind}", sections(lead, target, rows), runs)
-    return findings(rows, target)
+    folder.write_page(f"Schedules compared: {config.environment.kind}", sections(lead, target, rows, limit), runs)
+    return findings(rows, target, limit)
 
 
 # ---- the fastest settings of a schedule

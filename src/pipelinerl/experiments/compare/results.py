@@ -13,6 +13,7 @@ from statistics import fmean, median
 
 import msgspec
 
+from pipelinerl.experiments.compare.limit import LIMIT, Costs, core_seconds, costs_of, limit_s
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.report import PageSection, number, table
@@ -33,6 +34,7 @@ QUANTITIES = {
     "engine_busy_fraction": ("engine busy", ".0%"),
     "trainer_busy_fraction": ("trainer busy", ".0%"),
     "slots_used_fraction": ("slots in use", ".0%"),
+    "limit_share": ("share of limit", ".0%"),
     "reward_last": ("last reward", ".3f"),
 }
 """What is measured of a run: the heading of its column, and the format of its values. `RunResult.quantities` has them."""
@@ -54,6 +56,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run. `held_out` are its evaluations by held-out problems, if there are any.
 
     `quantities`: those in `QUANTITIES` and `Measured`, and `saving_s`, the part of the time that was spent writing weights.
+    `limit_share` is the time of a perfect pipeline (`limit.py`) over the run's, `token_cpu_s` and `trained_cpu_s` are the
+    run's own `Costs`, and `core_s` is where a pipeline's seconds went.
     """
 
     schedule: str
@@ -62,14 +66,23 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     execution: Execution
     held_out: list[EvaluationRecord]
     quantities: dict[str, float | None]
+    core_s: dict[str, float] | None = None
 
 
 def run_result(
-    records: RunRecords, schedule: str, settings: Settings, execution: Execution, target: float | None
+    records: RunRecords,
+    schedule: str,
+    settings: Settings,
+    execution: Execution,
+    target: float | None,
+    *,
+    costs: Costs | None,
+    cores: int,
 ) -> RunResult:
-    """The results of one run; without a target, it is not reached."""
+    """The results of one run; without a target, it is not reached. `costs`: of the pipeline with its seed, if measured."""
     steps, begin, summary = records.steps, records.begin_s, records.summary or {}
     measured, when, engine = measure(steps, begin), None, records.config.engine
+    own = costs_of(records)
     points = [(one.version, one.reward_mean or 0.0) for one in records.evaluations]
     if target is not None and execution.finished:
         when = reached_held_out(points, steps, begin, target)
@@ -81,6 +94,9 @@ def run_result(
         "slots_used_fraction": slots_in_use(records.timeline, begin, measured.training_s, engine.slots * engine.processes),
         "reward_last": points[-1][1] if points else None,
         "saving_s": math.fsum(step.saving_s for step in steps),
+        "token_cpu_s": own.token_s if own else None,
+        "trained_cpu_s": own.trained_s if own else None,
+        "limit_share": limit_s(steps, costs, cores) / measured.training_s if costs and execution.finished else None,
     }
     return RunResult(
         schedule=schedule,
@@ -89,6 +105,7 @@ def run_result(
         execution=execution,
         held_out=records.evaluations,
         quantities=found,
+        core_s=core_seconds(records, costs, cores) if costs and execution.finished and schedule == PIPELINE else None,
     )
 
 
@@ -199,11 +216,41 @@ def row(runs: Sequence[RunResult], schedule: str) -> ScheduleRow:
     )
 
 
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """How near the pipeline came to a perfect one.
+
+    s_max       how many times faster a perfect pipeline is than `s_max.baseline`, the best conventional schedule by time per
+                work
+    share       of this that the pipeline reached
+    core_share  the parts of `core_seconds` as shares of the cores' time
+    """
+
+    s_max: Spread
+    share: Spread
+    core_share: dict[str, Spread]
+
+
+def limit_of(runs: Sequence[RunResult]) -> Limit | None:
+    """None unless all pipelines of the comparison have it."""
+    pipelines = sorted((run for run in runs if run.schedule == PIPELINE), key=lambda run: run.seed)
+    parts = [run.core_s for run in pipelines if run.core_s is not None]
+    if not parts or len(parts) < len(pipelines):
+        return None
+    speed_up = ratio(runs, PIPELINE, "limit_share", low_is_good=False)
+    share = spread(over_seeds(runs, PIPELINE, "limit_share"))
+    pairs = zip(speed_up.per_seed, share.per_seed, strict=True)
+    return Limit(
+        s_max=spread([up / reached if up and reached else None for up, reached in pairs], speed_up.baseline),
+        share=share,
+        core_share={name: spread([one[name] / math.fsum(one.values()) for one in parts]) for name in parts[0]},
+    )
+
+
 # ---- in words and tables
 
 
-def findings(rows: Sequence[ScheduleRow], target: float | None) -> list[str]:
-    """Sentences that compare pipeline with the best conventional schedule, and count failed runs."""
+def findings(rows: Sequence[ScheduleRow], target: float | None, limit: Limit | None = None) -> list[str]:
+    """Sentences that compare pipeline with the best conventional schedule and with the limit, and count failed runs."""
     pipeline = next((row for row in rows if row.schedule == PIPELINE), None)
     sentences: list[str] = []
     if pipeline is not None:
@@ -215,6 +262,13 @@ def findings(rows: Sequence[ScheduleRow], target: float | None) -> list[str]:
             did = f"reached a held-out reward of {target:g}"
             sentences.append(_in_words(pipeline.ratio_time_to_reward, did, "sooner", "later"))
         sentences.append(_in_words(pipeline.ratio_samples_per_s, "made samples", "faster", "slower"))
+    if limit is not None and limit.s_max.median is not None:
+        rest = {name: part.median or 0.0 for name, part in limit.core_share.items() if name not in LIMIT}
+        lost = ", ".join(f"{name} {rest[name]:.1%}" for name in sorted(rest, key=rest.__getitem__, reverse=True))
+        sentences.append(
+            f"A perfect pipeline would be {limit.s_max.text('.2f')} times as fast as {limit.s_max.baseline} (S_max). "
+            f"pipeline reached {limit.share.text('.0%')} of that. The rest of the cores' time: {lost}."
+        )
     for row in rows:
         if row.diverged:
             sentences.append(f"{row.schedule}: {row.diverged} of {row.runs} runs diverged.")
@@ -241,7 +295,7 @@ def _in_words(ratio: Spread, did: str, better: str, worse: str) -> str:
     return sentence
 
 
-def sections(lead: str, target: float | None, rows: Sequence[ScheduleRow]) -> list[PageSection]:
+def sections(lead: str, target: float | None, rows: Sequence[ScheduleRow], limit: Limit | None) -> list[PageSection]:
     """What the report says after `lead`, above the runs themselves."""
     best = {ratio.baseline for row in rows for ratio in (row.ratio_time_to_reward, row.ratio_samples_per_s)}
     legend = (
@@ -261,6 +315,6 @@ def sections(lead: str, target: float | None, rows: Sequence[ScheduleRow]) -> li
         for row in rows
     ]
     return [
-        PageSection(title="Findings", texts=[lead, *findings(rows, target)]),
+        PageSection(title="Findings", texts=[lead, *findings(rows, target, limit)]),
         table("Schedules", cells, legend, strong=[PIPELINE, *(one for one in best if one)]),
     ]

@@ -37,7 +37,7 @@ from pipelinerl.experiments.statistics import Floats, powers_of_two
 from pipelinerl.metrics.reading import read_records
 from pipelinerl.metrics.records import StepRecord, TimelineRecord
 from pipelinerl.report import count, in_terminal, table
-from pipelinerl.report.series import RecordedGroup, name_of, read_groups, read_timeline
+from pipelinerl.report.series import RecordedGroup, full_intervals, name_of, read_groups, read_timeline, sampled_tokens
 from pipelinerl.resources.machine import Machine, load_average, this_machine, usable_cores
 from pipelinerl.resources.roles import server_roles, shares_of, worker_roles
 from pipelinerl.run_directory import RunDirectory
@@ -47,8 +47,6 @@ from pipelinerl.types import GenerationRequest, SamplingParams
 if TYPE_CHECKING:
     from pipelinerl.engine import LocalEngine
 
-FULL = 0.9
-"""An engine is full between two records if it has at least this share of the largest number of sequences between any two."""
 DECODE_SECONDS = 0.8
 DECODE_STEPS = 16
 """Consecutive decode steps in a round: few, so that the fill of the cache hardly changes."""
@@ -257,16 +255,9 @@ def full_rate(timeline: Sequence[TimelineRecord]) -> tuple[float, float]:
 
     Raises PipelineRLError if no two consecutive records of an engine enclose tokens.
     """
-    pairs = [
-        (before, after)
-        for engine in {record.worker for record in timeline}
-        for before, after in pairwise(record for record in timeline if record.worker == engine)
-        if after.tokens_generated > before.tokens_generated
-    ]
-    if not pairs:
+    full = full_intervals(timeline)
+    if not full:
         raise PipelineRLError("the run ended before its engines had generated for half a second; measure a longer run")
-    fullest = max(min(before.in_progress, after.in_progress) for before, after in pairs)
-    full = [pair for pair in pairs if min(one.in_progress for one in pair) >= FULL * fullest]
     tokens = sum(after.tokens_generated - before.tokens_generated for before, after in full)
     rate = tokens / sum(after.time_s - before.time_s for before, after in full)
     return fmean((before.in_progress + after.in_progress) / 2 for before, after in full), rate
@@ -279,7 +270,7 @@ def training_costs(steps: Sequence[StepRecord]) -> dict[str, float]:
         max(0.0, after.time_s - before.time_s - after.train_s - after.wait_s - after.saving_s)
         for before, after in pairwise(steps)
     ]
-    sampled = sum(step.samples * (step.completion_length_mean or 0.0) for step in steps)
+    sampled = sampled_tokens(steps)
     return {
         "train_step_s": step_s,
         "train_token_s": token_s,

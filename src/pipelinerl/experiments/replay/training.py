@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 RANKS_PATIENCE_S = 10.0
 SAY_EVERY_S = 10.0
 OF_THE_COURSE = {
-    *("time_s", "train_s", "wait_s", "publish_s", "saving_s", "update", "engine", "queued", "dropped", "actor_dropped"),
-    *("actor_dropped_tokens", "sampled_length_mean", "started_length_mean", "reward_read_mean"),
+    *("time_s", "train_s", "wait_s", "publish_s", "saving_s", "cpu_s", "update", "engine", "queued", "dropped"),
+    *("actor_dropped", "actor_dropped_tokens", "sampled_length_mean", "started_length_mean", "reward_read_mean"),
 }
 """The metrics of a step that do not follow from its batch. All others must be the run's to the bit."""
 

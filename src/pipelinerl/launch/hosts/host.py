@@ -59,7 +59,8 @@ class Outcome:
     """`error` is None for a run that reached its goal. `stream_rollouts` are in a stream, not yet read by the trainer.
 
     `restarts`: how often each process was started again, and the `run` from its latest checkpoint. `lost`: the session ended
-    because a process was lost, so that another session can go on.
+    because a process was lost, so that another session can go on. `launcher_cpu_s`: its CPU seconds since
+    all stages had loaded, unless it runs stages itself.
     """
 
     statuses: Mapping[str, StageStatus]
@@ -69,6 +70,7 @@ class Outcome:
     peak_memory: Mapping[str, PeakMemory] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
     lost: bool = False
+    launcher_cpu_s: float | None = None
 
 
 class Attempts:

@@ -165,6 +165,7 @@ class Processes:
     started       processes that run, or have ended and were not replaced
     replaceable   the roles whose processes are started again if they die
     healing       what does that
+    loaded_cpu_s  the launcher's CPU seconds when all stages had loaded
     """
 
     def __init__(self, session: Session, host: Host, view: RunView) -> None:
@@ -174,6 +175,7 @@ class Processes:
         self.healing = Healing(session, host, view)
         self._stages = [stage for role in worker_roles(session.config) for stage in stages_of(session.config, role)]
         self._loaded = False
+        self.loaded_cpu_s = time.process_time()
 
     @property
     def workers(self) -> list[Worker]:
@@ -285,7 +287,7 @@ class Processes:
             if status is None or status.state == "starting":
                 late.append(f"{stage} ({status.detail})" if status else stage)
         if not late and not self._loaded:
-            self._loaded = True
+            self._loaded, self.loaded_cpu_s = True, time.process_time()
             keep_settings(self._session.config, self._session.run)
         return statuses, late
 
@@ -375,4 +377,5 @@ def run_processes(session: Session, view: RunView, host: Host) -> Outcome:
         peak_memory={one.role: report.peak for one in processes.started if (report := one.report()) and report.peak},
         restarts={role: attempts.restarts for role, attempts in processes.healing.attempts.items()},
         lost=lost and not isinstance(error, RunInterruptedError),
+        launcher_cpu_s=time.process_time() - processes.loaded_cpu_s,
     )

@@ -14,6 +14,7 @@ from pipelinerl.experiments.compare.results import (
     RunResult,
     Settings,
     findings,
+    limit_of,
     ratio,
     row,
     target_reward,
@@ -30,11 +31,14 @@ def result(
     time_s: float | None = 10.0,
     rate: float = 100.0,
     status: str = "finished",
+    share: float | None = None,
+    core_s: dict[str, float] | None = None,
 ) -> RunResult:
     quantities = {
         "time_to_reward_s": time_s,
         "samples_to_reward": 1000.0,
         "samples_per_s": rate if status == "finished" else None,
+        "limit_share": share,
     }
     return RunResult(
         schedule=schedule,
@@ -43,6 +47,7 @@ def result(
         execution=Execution(run=f"{schedule}/seed-{seed}", status=status, began="", load_before=0.1),
         held_out=[],
         quantities=dict.fromkeys(QUANTITIES) | quantities,
+        core_s=core_s,
     )
 
 
@@ -127,3 +132,23 @@ MIXED = [*runs_of("pipeline", (100.0,) * 3, *(10.0,) * 3), *runs_of("conventiona
 def test_findings_say_whether_it_helps(runs: list[RunResult], target: float | None, finding: str) -> None:
     rows = [row(runs, name) for name in dict.fromkeys(run.schedule for run in runs)]
     assert finding in " ".join(findings(rows, target))
+
+
+def test_the_limit_is_the_best_conventional_schedule_s() -> None:
+    parts = {"generation": 50.0, "training": 30.0, "idle": 12.0, "weights": 8.0}
+    pipelines = [result("pipeline", 0, share=0.8, core_s=parts), result("pipeline", 1, share=0.9, core_s=parts)]
+    slow = [result("conventional:2", seed, share=0.25) for seed in range(2)]
+    best = [result("conventional:4", 0, share=0.5), result("conventional:4", 1, share=0.4)]
+    limit = limit_of([*pipelines, *slow, *best])
+    assert limit is not None
+    assert (limit.s_max.per_seed, limit.s_max.baseline) == ([pytest.approx(2.0), pytest.approx(2.5)], "conventional:4")
+    assert limit.share.per_seed == [0.8, 0.9]
+    assert limit.core_share["idle"].median == pytest.approx(0.12)
+    found = " ".join(findings([row(pipelines, "pipeline")], None, limit))
+    assert "2.25 (2.00 to 2.50) times as fast as conventional:4 (S_max). pipeline reached 85% (80% to 90%) of that" in found
+    assert "The rest of the cores' time: idle 12.0%, weights 8.0%." in found
+
+    assert limit_of([*pipelines[:1], result("pipeline", 1), *best]) is None, "a pipeline that was not measured"
+    alone = limit_of(pipelines)
+    assert alone is not None
+    assert (alone.s_max.median, alone.share.median) == (None, pytest.approx(0.85))
