@@ -38,6 +38,10 @@ def test_a_comparison_is_made_and_made_only_once(tmp_path: Path) -> None:
     contents = json.loads((out / "compare.json").read_text())
     assert contents["ratio_samples_per_s"]["median"] > 0
     assert contents["ratio_samples_per_s"]["baseline"] == "conventional:2"
+    assert contents["limit"]["s_max"]["baseline"] == "conventional:2"
+    assert 0 < contents["limit"]["share"]["median"] < 1
+    assert sum(part["median"] for part in contents["limit"]["core_share"].values()) == pytest.approx(1)
+    assert "times as fast as conventional:2 (S_max)" in ended.out
     assert all(one["execution"]["status"] == "finished" for one in contents["runs"])
     run_dir = out / contents["runs"][1]["execution"]["run"]
     lags = [json.loads(line)["lag_max"] for line in (run_dir / "metrics.jsonl").open()]
