@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from benchmarks.vllm_switch import VllmProcess, float32_settings, mixed_logprobs, perturbed, running_vllm, save
 
@@ -208,6 +211,27 @@ def test_a_run_goes_on_after_the_death_of_its_server(tmp_path: Path) -> None:
     assert counts["restarts"] == {"run": 1}
     assert check(run_dir) == []
     assert not any(alive(pid) for pid in before.values())
+
+
+def test_requests_share_beginnings_of_prompts_within_a_version_only(vllm: VllmProcess) -> None:
+    prompt = tuple(range(3, 15)) * 12
+
+    def tokens_shared() -> float:
+        with urllib.request.urlopen(f"{vllm.url}/metrics") as answer:  # noqa: S310 - our own server
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+    async def ask(client: VllmServer) -> list[int]:
+        await client.info()
+        found = [tokens_shared()]
+        for number, version in enumerate([None, 1, 1, 2, None, 1]):
+            one = msgspec.structs.replace(request(f"share{number}", tokens=4), prompt_ids=prompt, reuses_from=version)
+            await client.generate(one)
+            found.append(tokens_shared())
+        return [int(after - before) for before, after in pairwise(found)]
+
+    shared = at(vllm, ask)
+    assert [count > len(prompt) / 2 for count in shared] == [False, False, True, False, False, True], shared
 
 
 def test_a_killed_server_is_noticed_and_leaves_nothing_behind(vllm: VllmProcess) -> None:
