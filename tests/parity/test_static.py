@@ -19,8 +19,10 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     parity.test_after_an_update_with_recompute_everything_is_as_with_the_new_weights,
     parity.test_greedy_tokens_are_those_of_generate,
     partial(parity.test_log_probabilities_are_those_of_a_full_forward, flatten=True),
+    partial(parity.test_turns_continue_from_what_rows_hold, kv="keep"),
+    partial(parity.test_turns_continue_from_what_rows_hold, kv="recompute"),
 )
-QUICK = {("llama", 0), ("llama", 1), ("llama", 2), ("gemma3", 4)}
+QUICK = {("llama", 0), ("llama", 1), ("llama", 2), ("gemma3", 4), ("llama", 5), ("llama", 6)}
 CASES = [
     pytest.param(family, check, marks=() if (family, i) in QUICK else (pytest.mark.slow, pytest.mark.exhaustive))
     for family in sorted(CONFIGS.keys() - REFUSED)
