@@ -61,6 +61,8 @@ class Scenario(msgspec.Struct, frozen=True):
     by_token: bool = False
     warm: bool = False
     samples: int = 13
+    prompt: int = 0
+    """Tokens that the samples of a group of four begin with."""
     logits_at_once: int | None = None
     """Limit of logits in memory, above which `head_chunk: auto` has an effect; null: the real one."""
 
@@ -98,6 +100,8 @@ SCENARIOS = {
     "in_chunks_kl_untied": Scenario(KL | {"head_chunk": 7}, untied=True),
     "in_chunks_lora": Scenario({"head_chunk": 7, "loss": "cispo"}, model=LORA, untied=True),
     "some_in_chunks": Scenario(KL | {"loss": "gspo"}, untied=True, logits_at_once=20_000),
+    "shared_prompts": Scenario(prompt=30, by_token=True, untied=True),
+    "shared_prompts_kl_lora": Scenario(KL | {"head_chunk": 7}, model=LORA, prompt=30),
     "one_sample": Scenario(samples=1),
     "no_gradient": Scenario(samples=0),
     "refused": Scenario({"ess_threshold": 0.99}),
@@ -153,9 +157,11 @@ def batch(scenario: Scenario, version: int, reference: FrozenModelScorer | None)
         for _ in range(draw.choice([1, 1, 2])):
             length = draw.randrange(4, 40)
             start = draw.randrange(1, length)
-            ids = tuple(draw.randrange(VOCABULARY) for _ in range(length))
+            prompt = tuple((t + number // 4) % VOCABULARY for t in range(scenario.prompt))
+            ids = prompt + tuple(draw.randrange(VOCABULARY) for _ in range(length))
             given = ((1, start),) if scenario.by_token and start > 2 else ()
-            segments.append(Segment(token_ids=ids, sampled=((start, length),), supervised=given))
+            ranges = [tuple((len(prompt) + a, len(prompt) + b) for a, b in of) for of in (((start, length),), given)]
+            segments.append(Segment(token_ids=ids, sampled=ranges[0], supervised=ranges[1]))
             sampled += length - start
         logprobs = tuple(-6.2 + draw.uniform(-1, 1) for _ in range(sampled))
         advantage: float | tuple[float, ...] = 0.0 if not scenario.samples or number == 5 else draw.uniform(-1, 1)
@@ -223,7 +229,7 @@ def train(
             )()
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
-    wanted = ("loss", "grad_norm", "learning_rate", "tokens_trained", "gradient_cosine")
+    wanted = ("loss", "grad_norm", "learning_rate", "tokens_trained", "tokens_context", "gradient_cosine")
     steps = [
         {name: getattr(result, name) for name in wanted if getattr(result, name) is not None}
         | (msgspec.to_builtins(result.metrics) if result.metrics else {})

@@ -42,7 +42,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     version                 version of the weights after the step (1 after the first step)
     time_s                  end of the step, since the run started; a resumed run continues from its last record
     samples                 rollouts in the step, including `samples_skipped` without gradient (advantage 0)
-    tokens_trained          sampled and given tokens with a gradient; `tokens_context` counts the others in the model's input
+    tokens_trained          sampled and given tokens with a gradient; `tokens_context` counts the others of these rollouts
+    tokens_forwarded        tokens that went through the model: what rollouts of a micro-batch share as a prefix counts once
     reward_mean             over the rollouts of the batch; `reward_std` is their standard deviation
     reward_read_mean        over these and the rollouts that were dropped at the trainer since the previous step. A filter by
                             reward, like `zero_advantage: drop`, changes `reward_mean`, but not this mean
@@ -93,6 +94,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     samples_skipped: int = 0
     tokens_trained: int = 0
     tokens_context: int = 0
+    tokens_forwarded: int = 0
     loss: float | None = None
     reward_mean: float | None = None
     reward_read_mean: float | None = None

@@ -6,16 +6,19 @@ sequence (we replace the model's attention function). Sequences are sorted by le
 similar length are padded to a small batch; with causal attention, right padding does not change the result. On a GPU one
 call attends to all sequences without padding, where PyTorch has it (`varlen.py`).
 
-Shapes: T tokens of the row, P sampled tokens, V vocabulary, S sequences of a length bucket, L their padded length,
+Tokens that sequences share as a prefix can be in the row once (`prefixes.py`). Positions then continue from the prefix to
+what follows it, and attention also reads the prefix (`shared.py`).
+
+Shapes: T tokens of the row, P trained tokens, V vocabulary, S sequences of a length bucket, L their padded length,
 h heads (query heads Hq, key/value heads Hk), D head size.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +36,7 @@ from pipelinerl.models.attention import (
     unsupported,
 )
 from pipelinerl.models.loading import model_max_length
+from pipelinerl.models.prefixes import LEAST_SHARED, Run, runs_of, shared_prefixes
 from pipelinerl.models.state import compute_dtype, is_narrow
 from pipelinerl.types import Segment
 
@@ -50,7 +54,8 @@ class Bucket:
     """A length bucket: neighbouring sequences of the row, computed in attention as one padded batch of `count` x `length`.
 
     `pad_index` maps each cell of the batch to a token of the bucket (padding repeats the sequence's last token).
-    `cell_index` maps each token to its cell. Both are None if all lengths are equal.
+    `cell_index` maps each token to its cell. Both are None if all lengths are equal. With shared prefixes, a bucket has
+    blocks: runs of tokens, or parts of the tree, then it is `branched`.
     """
 
     start: int
@@ -59,6 +64,7 @@ class Bucket:
     length: int
     pad_index: Tensor | None
     cell_index: Tensor | None
+    branched: bool = False
 
     def batch(self, part_htD: Tensor) -> Tensor:
         """The tokens of the bucket as a batch [S, h, L, D]."""
@@ -76,8 +82,8 @@ class Bucket:
 class PackedRow:
     """Sequences laid out in one row, with the data that attention needs to separate them. Made once per micro-batch.
 
-    `target_ids_P` are the tokens at the `Segment.trained_positions` of all sequences, in the order given. `predictor_P` are
-    the row's positions whose logits predict them (the position before each).
+    `target_ids_P` are the tokens at the `Segment.trained_positions` of all sequences, in the order given; shared ones are
+    there once. `predictor_P` are the row's positions whose logits predict them (the position before each).
     """
 
     token_ids_1T: Tensor
@@ -88,46 +94,66 @@ class PackedRow:
     """Length of the longest sequence, in tokens."""
     buckets: tuple[Bucket, ...]
     begins: Tensor | None = None
-    """Where each sequence begins, and the end (int32), on devices that attend to all sequences in one call."""
-    _windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Where each run begins, and the end (int32), on devices that attend to all sequences in one call."""
+    prefixed: tuple[Tensor, Tensor] | None = None
+    """With `begins` and shared prefixes: the places of each run's keys, with those before it, and their begins (int32)."""
+    stops_T: Tensor | None = None
+    """With shared prefixes: where in the row what continues a token's run ends. All up to there may attend to the token."""
+    prefixes: tuple[tuple[Bucket, Bucket], ...] = ()
+    """What continues a prefix in other blocks, and the prefix: both as a bucket of one."""
+    trained_index: Tensor | None = None
+    """Where sequences share trained tokens: the index among the P of each trained token of all sequences."""
+    _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, segments: Sequence[Segment], device: torch.device | str = "cpu", *, waste: float = MAX_PADDING_WASTE
+        cls,
+        segments: Sequence[Segment],
+        device: torch.device | str = "cpu",
+        *,
+        waste: float = MAX_PADDING_WASTE,
+        least_shared: float = 1.0,
     ) -> PackedRow:
         """Pack `segments` into a row. `waste` is the largest share of padding in a bucket; 1 makes a single bucket.
 
-        Raises ValueError if there are none, one is empty, or its first token is trained.
+        `least_shared`: the least part of a sequence that it shares (`shared_prefixes`); 1: none. Raises ValueError if there
+        are no segments, one is empty, or its first token is trained.
         """
-        return uploaded(cls.on_host(segments, device, waste), device)
+        return uploaded(cls.on_host(segments, device, waste, least_shared), device)
 
     @classmethod
-    def on_host(cls, segments: Sequence[Segment], device: torch.device | str, waste: float) -> PackedRow:
+    def on_host(
+        cls, segments: Sequence[Segment], device: torch.device | str, waste: float, least_shared: float
+    ) -> PackedRow:
         """What `of` gives before it is copied to `device`."""
         if not segments or any(not segment.token_ids for segment in segments):
             raise ValueError("a packed row needs at least one segment, and every segment at least one token")
-        by_length = sorted(range(len(segments)), key=lambda i: (-len(segments[i].token_ids), i))
-        starts = dict.fromkeys(by_length, 0)
+        lengths = [len(segment.token_ids) for segment in segments]
+        runs, leaves = runs_of(lengths, *shared_prefixes(segments, least_shared))
         tokens: list[int] = []
         positions: list[int] = []
-        for i in by_length:
-            starts[i] = len(tokens)
-            tokens.extend(segments[i].token_ids)
-            positions.extend(range(len(segments[i].token_ids)))
-        targets = [starts[i] + p for i, segment in enumerate(segments) for p in segment.trained_positions]
-        if any(positions[p] == 0 for p in targets):
+        for run in runs:
+            tokens.extend(segments[run.sequence].token_ids[run.start : run.end])
+            positions.extend(range(run.start, run.end))
+        trained = [segment.trained_positions for segment in segments]
+        if any(0 in of_segment for of_segment in trained):
             raise ValueError("the first token of a segment can't be trained on: no logits predict it")
-        lengths = [len(segments[i].token_ids) for i in by_length]
-        token_ids_T = torch.tensor(tokens)
-        target_P = torch.tensor(targets, dtype=torch.long)
+        predictors = [_place(run, p - 1) for run, of_segment in zip(leaves, trained, strict=True) for p in of_segment]
+        targets = [one.token_ids[p] for one, of_segment in zip(segments, trained, strict=True) for p in of_segment]
+        target_of = dict(zip(predictors, targets, strict=True))
+        index_of = {predictor: index for index, predictor in enumerate(target_of)}
+        repeated = len(target_of) < len(predictors)
+        in_one_call = _in_one_call(device)
         return cls(
-            token_ids_1T=token_ids_T[None],
+            token_ids_1T=torch.tensor([tokens]),
             position_ids_1T=torch.tensor([positions]),
-            predictor_P=target_P - 1,
-            target_ids_P=token_ids_T[target_P],
-            longest=lengths[0],
-            buckets=tuple(_buckets(lengths, waste)),
-            begins=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if _in_one_call(device) else None,
+            predictor_P=torch.tensor([*target_of], dtype=torch.long),
+            target_ids_P=torch.tensor([*target_of.values()], dtype=torch.long),
+            longest=max(lengths),
+            buckets=tuple(_block_buckets(runs, waste)),
+            begins=_begins(map(len, runs)) if in_one_call else None,
+            trained_index=torch.tensor([index_of[predictor] for predictor in predictors]) if repeated else None,
+            **_tree(runs, in_one_call),
         )
 
     @property
@@ -142,12 +168,17 @@ class PackedRow:
 
     def causal_mask(self, length: int, window: int) -> Tensor:
         """[L, L], True where row i may attend to column j: i - window < j <= i. Cached for the other layers."""
-        mask = self._windows.get((length, window))
-        if mask is None:
+
+        def make() -> Tensor:
             ones = torch.ones(length, length, dtype=torch.bool, device=self.token_ids_1T.device)
-            mask = ones.tril() & ones.triu(1 - window)
-            self._windows[(length, window)] = mask
-        return mask
+            return ones.tril() & ones.triu(1 - window)
+
+        return self.cached((length, window), make)
+
+    def cached(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
 
 
 Batch = TypeVar("Batch")
@@ -186,14 +217,53 @@ def _in_one_call(device: torch.device | str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def _buckets(lengths: Sequence[int], waste: float) -> list[Bucket]:
-    """Split descending lengths into buckets whose padding is at most `waste` of the padded batch."""
+def _place(run: Run | None, position: int) -> int:
+    """Where the row has the token at `position` of a sequence that ends with `run`."""
+    while run is not None and position < run.start:
+        run = run.parent
+    return run.row_start + position - run.start if run is not None else -1
+
+
+def _begins(lengths: Iterable[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def _tree(runs: Sequence[Run], in_one_call: bool) -> dict[str, Any]:
+    """The fields of a `PackedRow` with shared prefixes. Empty if there are none."""
+    if not any(run.parent for run in runs):
+        return {}
+    stops, prefixes = [], []
+    places: dict[Run, list[int]] = {}
+    for run in runs:
+        start, end, stop = run.row_start, run.row_start + len(run), run.row_start + run.tokens
+        stops += [stop] * len(run)
+        if run.apart:
+            prefixes.append((_bucket(end, [stop - end]), _bucket(start, [end - start])))
+        if in_one_call:
+            places[run] = [*(places[run.parent] if run.parent else ()), *range(start, end)]
+    tree: dict[str, Any] = {"stops_T": torch.tensor(stops), "prefixes": tuple(prefixes)}
+    if in_one_call:
+        tree["prefixed"] = torch.tensor([*chain(*places.values())]), _begins(map(len, places.values()))
+    return tree
+
+
+def _block_buckets(runs: Sequence[Run], waste: float) -> Iterator[Bucket]:
+    """Buckets of neighbouring blocks of the same kind: sequences or runs, and parts of the tree."""
+    blocks = [run for run in runs if run.parent is None or run.parent.apart]
+    for branched, of_kind in groupby(blocks, lambda run: bool(run.children) and not run.apart):
+        alike = [*of_kind]
+        lengths = [run.tokens if branched else len(run) for run in alike]
+        for bucket in _buckets(lengths, waste, alike[0].row_start):
+            yield replace(bucket, branched=branched)
+
+
+def _buckets(lengths: Sequence[int], waste: float, row_start: int = 0) -> list[Bucket]:
+    """Split lengths into buckets that begin with the longest, and whose padding is at most `waste` of the padded batch."""
     buckets: list[Bucket] = []
-    first = row_start = 0
-    total = 0
+    first = total = 0
     for i, length in enumerate([*lengths, 0]):
         cells = (i + 1 - first) * lengths[first]
-        if length and cells - total - length <= waste * cells:
+        if 0 < length <= lengths[first] and cells - total - length <= waste * cells:
             total += length
             continue
         buckets.append(_bucket(row_start, lengths[first:i]))
@@ -203,7 +273,7 @@ def _buckets(lengths: Sequence[int], waste: float) -> list[Bucket]:
 
 def _bucket(start: int, lengths: Sequence[int]) -> Bucket:
     count, longest, total = len(lengths), lengths[0], sum(lengths)
-    if lengths[-1] == longest:
+    if min(lengths) == longest:
         return Bucket(start, start + total, count, longest, None, None)
     lengths_S1 = torch.tensor(lengths)[:, None]
     column_L = torch.arange(longest)[None]
@@ -259,6 +329,11 @@ class TrainingForward:
     model: Any
     padded: bool = False
     compiled: bool = False
+
+    @property
+    def least_shared(self) -> float:
+        """For the rows that it gets: see `shared_prefixes`."""
+        return 1.0 if self.padded else LEAST_SHARED
 
     @property
     def description(self) -> str:
@@ -330,6 +405,11 @@ def packed_attention(
         attended = attend_row(packed_row, query, key, value, scale=scale, window=sliding_window)
         if attended is not None:
             return attended, None
+    if packed_row.stops_T is not None:
+        from pipelinerl.models.shared import Scores, attend_shared  # noqa: PLC0415 - some workloads have no shared prefixes
+
+        scores = Scores(scale, sliding_window, softcap)
+        return attend_shared(packed_row, (query, key, value), scores, s_aux), None
     sinks = None if s_aux is None else s_aux[:, None]
     # Split at once: the gradient of each slice alone would be as large as the row.
     sizes = [bucket.end - bucket.start for bucket in packed_row.buckets]
@@ -372,7 +452,11 @@ def _verify(model: Any, forward: TrainingForward, way: str) -> None:
             longest = min(recurrence_chunk(model) + 7, model_max_length(model) or 1 << 30)
             longer = (max(2, longest - 5), longest)
         segments = probe_segments(model, longer)
-        row_PV = forward(PackedRow.of(segments, device)).float()
+        shared = (*segments[-1].token_ids[:8], *segments[1].token_ids[:3])
+        segments.append(Segment(token_ids=shared, sampled=((1, 11),)))
+        row = PackedRow.of(segments, device, least_shared=1.0 if forward.padded else 0.0)
+        row_PV = forward(row).float()
+        row_PV = row_PV if row.trained_index is None else row_PV[row.trained_index]
         choose_attention(model, "eager")
         alone = [model(torch.tensor([s.token_ids], device=device), use_cache=False).logits[0, :-1].float() for s in segments]
         choose_attention(model, chosen)

@@ -6,11 +6,12 @@ Elsewhere `varlen_reference` computes the same. It is slow: for tests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from pipelinerl.models.packed import PackedRow
@@ -113,21 +114,25 @@ def attend_row(
 ) -> Tensor | None:
     """Attention within each sequence of `row`: shapes as in `packed.packed_attention`. None if it has no implementation.
 
-    Values of fewer numbers than keys (latent attention) are padded.
+    Values of fewer numbers than keys (latent attention) are padded. Of shared prefixes, every run that continues one gets a
+    copy of keys and values. It is made again for the backward pass, so that only one layer's copies are in memory.
     """
     size, missing = query.shape[-1], query.shape[-1] - value.shape[-1]
     if row.begins is None or missing < 0 or not has_kernel(size, query.device, query.dtype):
         return None
     query, key, value = (projected[0].transpose(0, 1) for projected in (query, key, F.pad(value, (0, missing))))
-    attended = attention_of(query)(
-        query,
-        key,
-        value,
-        row.begins,
-        row.begins,
-        row.longest,
-        row.longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-    )
+    sizes: Any = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    begins, longest_run = row.begins, max(bucket.length for bucket in row.buckets)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if row.prefixed is None:
+            return attention_of(query)(query, key, value, begins, begins, longest_run, longest_run, **sizes)
+        places, key_begins = row.prefixed
+        key, value = key.index_select(0, places), value.index_select(0, places)
+        return attention_of(query)(query, key, value, begins, key_begins, longest_run, row.longest, **sizes)
+
+    if row.prefixed is None:
+        attended = attend(query, key, value)
+    else:
+        attended = checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
     return attended[None, ..., : size - missing]

@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, TrainingForward, training_forward
-from pipelinerl.trainer.micro_batch import pack
+from pipelinerl.trainer.micro_batch import pack_shared
 from pipelinerl.types import Segment
 
 if TYPE_CHECKING:
@@ -93,10 +94,10 @@ HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
 
 
 class RowLogprobs:
-    """Log-probabilities and entropies (P,) of a row's trained tokens at `temperature`, with all logits or in chunks.
+    """Log-probabilities and entropies at `temperature` of the trained tokens of a row's sequences, in their order.
 
-    `head_chunk` is the configured value. `several_ranks`: the model is sharded, so all ranks have to create this at the
-    same point, which makes a forward pass.
+    All logits at once or in chunks: `head_chunk` is the configured value. `several_ranks`: the model is sharded, so all
+    ranks have to create this at the same point, which makes a forward pass.
     """
 
     def __init__(
@@ -117,8 +118,12 @@ class RowLogprobs:
             head = self._forward.model.get_output_embeddings()
             in_chunks = head is not None and row.target_ids_P.numel() * head.weight.shape[0] > LOGITS_AT_ONCE
         if in_chunks and self._chunked is not None:
-            return self._chunked(row)
-        return token_logprobs(self._forward(row), row.target_ids_P, self._temperature)
+            found = self._chunked(row)
+        else:
+            found = token_logprobs(self._forward(row), row.target_ids_P, self._temperature)
+        if (index := row.trained_index) is None:
+            return found
+        return _repeated(found[0], index), _repeated(found[1], index)
 
     @cached_property
     def _chunked(self) -> ChunkedHead | None:
@@ -127,6 +132,11 @@ class RowLogprobs:
         device = next(self._forward.model.parameters()).device.type
         chunk = HEAD_CHUNK.get(device, HEAD_CHUNK["cpu"]) if self._head_chunk == "auto" else self._head_chunk
         return ChunkedHead.of(self._forward, temperature=self._temperature, chunk=chunk)
+
+
+def _repeated(values: Tensor, index: Tensor) -> Tensor:
+    """Values of a row's trained tokens, for each sequence that shares them. Gradients are summed in a fixed order."""
+    return F.embedding(index, values[:, None])[:, 0]
 
 
 # ---- log-probabilities under the reference model of the KL term
@@ -151,7 +161,7 @@ class FrozenModelScorer:
         several_ranks: bool = False,
     ) -> None:
         forward = training_forward(model)
-        self.padded = forward.padded
+        self.padded, self._least_shared = forward.padded, forward.least_shared
         self._row_logprobs = RowLogprobs(
             forward, temperature=temperature, head_chunk=head_chunk, several_ranks=several_ranks
         )
@@ -166,8 +176,9 @@ class FrozenModelScorer:
         """For each segment, the log-probabilities of its sampled tokens in order of position."""
         segments = [replace(segment, supervised=()) for segment in segments]
         scores: list[list[float]] = [[] for _ in segments]
-        for indices in pack([len(segment.token_ids) for segment in segments], self._budget):
-            row = PackedRow.of([segments[i] for i in indices], self._device, waste=MAX_PADDING_WASTE)
+        for indices in pack_shared([[segment] for segment in segments], self._budget, self._least_shared):
+            of_row = [segments[i] for i in indices]
+            row = PackedRow.of(of_row, self._device, waste=MAX_PADDING_WASTE, least_shared=self._least_shared)
             remaining = iter(self.row_logprobs(row).tolist())
             for i in indices:
                 scores[i] = [next(remaining) for _ in segments[i].sampled_positions]

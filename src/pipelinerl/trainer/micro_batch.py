@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, uploaded
-from pipelinerl.types import TrainingSample
+from pipelinerl.models.prefixes import shared_prefixes
+from pipelinerl.types import Segment, TrainingSample
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -41,6 +42,48 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return sorted(sorted(indices) for indices in bins)
 
 
+Ordered = Sequence[tuple[int, float, float]]
+"""Samples in the lexicographic order of their first sequence: index, cost, and the cost of what the one before has, too."""
+
+
+def in_order(sequences: Sequence[Sequence[Segment]], least: float, attention: float = 0.0) -> Ordered:
+    """`sequences`: of each sample; `least`: see `shared_prefixes`. A cost is in tokens, with `attention` as in `plan`."""
+    order, shared = shared_prefixes([of_sample[0] for of_sample in sequences], least)
+
+    def cost(tokens: int) -> float:
+        return tokens + attention * tokens * tokens
+
+    costs = [sum(cost(len(segment.token_ids)) for segment in of_sample) for of_sample in sequences]
+    return [(index, costs[index], cost(tokens)) for index, tokens in zip(order, shared, strict=True)]
+
+
+def cut(ordered: Ordered, budget: int, *, join: bool = True) -> list[tuple[list[int], float]]:
+    """Neighbours in parts that cost at most `budget`, and their costs. Without `join`, all of a part share a prefix.
+
+    What samples share costs once in a part. A sample that costs more gets a part of its own.
+    """
+    parts: list[tuple[list[int], float]] = []
+    for index, alone, shared in ordered:
+        if parts and (shared or join) and parts[-1][1] + alone - shared <= budget:
+            indices, cost = parts[-1]
+            indices.append(index)
+            parts[-1] = (indices, cost + alone - shared)
+        else:
+            parts.append(([index], alone))
+    return parts
+
+
+def pack_shared(sequences: Sequence[Sequence[Segment]], budget: int, least: float) -> list[list[int]]:
+    """Bins like those of `pack`, of indices into `sequences` (of each sample). What a bin's samples share counts once.
+
+    Samples that share a prefix (`shared_prefixes`, also for `least`) are kept together as far as the budget allows. Only
+    their first sequences are compared: a bin's `PackedRow` may have fewer tokens than are counted here, and never more.
+    """
+    units = sorted(cut(in_order(sequences, least), budget, join=False), key=lambda unit: min(unit[0]))
+    bins = pack([int(tokens) for _, tokens in units], budget)
+    return sorted(sorted(index for unit in bin_ for index in units[unit][0]) for bin_ in bins)
+
+
 def segment_lengths(samples: Sequence[TrainingSample]) -> list[list[int]]:
     """The lengths of each sample's sequences, in tokens."""
     return [[len(segment.token_ids) for segment in sample.segments] for sample in samples]
@@ -65,7 +108,10 @@ def padded_bins(lengths: Sequence[Sequence[int]], budget: int) -> list[list[int]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The N sampled tokens of the samples, in order. `row` computes the logits of all P trained tokens."""
+    """The N sampled tokens of the samples, in order. `row` computes the logits of all trained tokens.
+
+    P trained tokens of the samples, of which the row may have fewer: those that samples share are there once.
+    """
 
     row: PackedRow
     behaviour_logprobs_N: Tensor
@@ -85,9 +131,15 @@ class MicroBatch:
 
     @classmethod
     def of(
-        cls, samples: Sequence[TrainingSample], *, version: int, device: torch.device, waste: float = MAX_PADDING_WASTE
+        cls,
+        samples: Sequence[TrainingSample],
+        *,
+        version: int,
+        device: torch.device,
+        waste: float = MAX_PADDING_WASTE,
+        least_shared: float = 1.0,
     ) -> MicroBatch:
-        """Build the tensors for a step that starts from `version`. `waste`: as for `PackedRow.of`.
+        """Build the tensors for a step that starts from `version`. `waste`, `least_shared`: as for `PackedRow.of`.
 
         Reference log-probabilities are set if all samples have them.
         """
@@ -95,7 +147,7 @@ class MicroBatch:
         segments = [one for sample in samples for one in sample.segments]
         counts_S = torch.tensor([sample.sampled_count for sample in samples])
         batch = cls(
-            row=PackedRow.on_host(segments, device, waste),
+            row=PackedRow.on_host(segments, device, waste, least_shared),
             behaviour_logprobs_N=torch.tensor([lp for sample in samples for lp in sample.behaviour_logprobs]),
             advantages_N=_advantages(samples, counts_S),
             lags_N=torch.tensor([version - one for sample in samples for one in sample.versions], dtype=torch.long),

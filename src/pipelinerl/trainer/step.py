@@ -25,7 +25,7 @@ from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_ac
 from pipelinerl.models.state import named_weights, write_safetensors
 from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
-from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
+from pipelinerl.trainer.micro_batch import MicroBatch, pack_shared, padded_bins, segment_lengths
 from pipelinerl.trainer.on_policy import OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, learning_rate
 from pipelinerl.types import Segment, TrainingSample
@@ -43,9 +43,9 @@ class StepResult:
 
     `learning_rate` is the rate that was used: the schedule's, times the factor of `trainer.ess_lr`.
 
-    `metrics` is of `OnPolicyStats`; None if no rollout of the step had a gradient. `tokens_context` counts tokens that went
-    through the model without being trained on. `packing_efficiency` is the share of the attention's cells that are not
-    padding.
+    `metrics` is of `OnPolicyStats`; None if no rollout of the step had a gradient. `tokens_context` counts the tokens of
+    samples with a gradient that are not trained on, `tokens_forwarded` those that went through the model: what samples of a
+    micro-batch share counts once. `packing_efficiency`: the share of the attention's cells that is not padding.
     """
 
     stepped: bool
@@ -53,6 +53,7 @@ class StepResult:
     samples_skipped: int
     tokens_trained: int
     tokens_context: int
+    tokens_forwarded: int
     micro_batches: int
     packing_efficiency: float | None
     loss: float
@@ -70,10 +71,11 @@ class StepResult:
 
 @dataclass
 class Sums:
-    """What the micro-batches of a step add up to, besides gradients: loss, tokens, and attention's cells with padding."""
+    """What the micro-batches of a step add up to, besides gradients: loss, tokens of the model, and attention's cells."""
 
     loss: Tensor
     stats: OnPolicyStats = field(default_factory=OnPolicyStats)
+    forwarded: int = 0
     cells: int = 0
 
 
@@ -112,6 +114,7 @@ class Learner:
         self._row_logprobs = RowLogprobs(
             self._forward, temperature=temperature, head_chunk=config.head_chunk, several_ranks=self._several_ranks
         )
+        self._least_shared = self._forward.least_shared
         self.runner = self._forward.description
         if model.config.get_text_config() is not model.config:
             from pipelinerl.models.own_forward import freeze_all_but_text  # noqa: PLC0415 - few models are more than text
@@ -189,8 +192,9 @@ class Learner:
             samples_skipped=len(samples) - len(used),
             tokens_trained=trained,
             tokens_context=tokens - trained,
+            tokens_forwarded=sums.forwarded,
             micro_batches=micro_batches,
-            packing_efficiency=tokens / sums.cells if sums.cells else None,
+            packing_efficiency=sums.forwarded / sums.cells if sums.cells else None,
             loss=loss,
             metrics=metrics,
             learning_rate=rate,
@@ -203,8 +207,10 @@ class Learner:
     ) -> tuple[int, Sums]:
         """Compute the gradient of the step. Returns the number of micro-batches, and their sums."""
         budget = self._config.micro_batch_tokens
-        padded = self._forward.padded
-        bins = padded_bins(segment_lengths(used), budget) if padded else pack([sample.length for sample in used], budget)
+        if self._forward.padded:
+            bins = padded_bins(segment_lengths(used), budget)
+        else:
+            bins = pack_shared([sample.segments for sample in used], budget, self._least_shared)
         batches = [[used[index] for index in indices] for indices in bins]
         return len(batches), self._accumulate_all(batches, len(batches), version, normalizer, on_micro_batch)
 
@@ -246,7 +252,9 @@ class Learner:
 
     def _accumulate(self, samples: Sequence[TrainingSample], version: int, normalizer: int, sums: Sums) -> None:
         """Forward and backward of one micro-batch."""
-        batch = MicroBatch.of(samples, version=version, device=self._device, waste=self._waste)
+        batch = MicroBatch.of(
+            samples, version=version, device=self._device, waste=self._waste, least_shared=self._least_shared
+        )
         reference_logprobs_N = self._reference_logprobs(batch)
         logprobs_P, entropy_P = self._row_logprobs(batch.row)
         logprobs_N, entropy_N = batch.of_sampled(logprobs_P), batch.of_sampled(entropy_P)
@@ -277,6 +285,7 @@ class Learner:
             inputs.sums_by_sequence(log_ratio_N)[batch.sequence_N],
         )
         sums.loss += part.detach()
+        sums.forwarded += batch.row.length
         sums.cells += batch.row.cells
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:

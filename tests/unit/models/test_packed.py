@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pipelinerl.errors import UnsupportedModelError
-from pipelinerl.models import packed
+from pipelinerl.models import packed, prefixes
 from pipelinerl.models.attention import attend
 from pipelinerl.models.own_forward import padded_logits
 from pipelinerl.models.packed import (
@@ -100,6 +100,51 @@ def test_logits_and_gradients_of_a_row_equal_those_of_each_sequence_alone(name: 
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     for parameter, gradient in expected.items():
         torch.testing.assert_close(actual[parameter], gradient, atol=1e-6 * scale, rtol=1e-6, msg=parameter)
+
+
+def make_attempts() -> list[Segment]:
+    """Two groups with a common system prompt, turns that attempts share, equal attempts, one that another one continues."""
+    draw = torch.Generator().manual_seed(3)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, VOCABULARY, (count,), generator=draw).tolist())
+
+    system, turn, reply = ids(9), ids(4), ids(3)
+    attempts = []
+    for prompt in (system + ids(5), system + ids(2)):
+        for count in (11, 3, 6, 17, 1):
+            end = len(prompt) + count
+            attempts.append(Segment(token_ids=prompt + ids(count), sampled=((len(prompt), end),)))
+        begin, again = len(prompt), len(prompt) + len(turn) + len(reply)
+        for count in (6, 2, 9):
+            sampled = ((begin, begin + len(turn)), (again, again + count))
+            attempts.append(Segment(token_ids=prompt + turn + reply + ids(count), sampled=sampled, supervised=((3, 5),)))
+        attempts += [attempts[-2], Segment(token_ids=attempts[0].token_ids[:begin], sampled=((begin - 2, begin),))]
+    return [*attempts, Segment(token_ids=ids(14), sampled=((8, 14),))]
+
+
+@pytest.mark.parametrize(("least", "block"), [(0.2, 256), (0.0, 30), (0.0, 0)])
+@pytest.mark.parametrize("once", [False, True], ids=["parts", "one call"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shared_prefixes_change_neither_logits_nor_gradients(
+    name: str, once: bool, least: float, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in THROUGH_CACHE:
+        pytest.skip("trained on padded batches")
+    monkeypatch.setattr(packed, "_in_one_call", lambda _: once)
+    monkeypatch.setattr(prefixes, "BLOCK", block)
+    model, segments, found = make_model(name), make_attempts(), []
+    forward = training_forward(model)
+    for shared in (1.0, least):
+        row = PackedRow.of(segments, least_shared=shared)
+        logits_PV = forward(row)
+        logits_PV = logits_PV if row.trained_index is None else logits_PV[row.trained_index]
+        weighted_sum(logits_PV).backward()
+        found.append({"logits": logits_PV.detach()} | gradients(model))
+        assert (row.stops_T is not None) == (shared < 1.0)
+    for parameter, expected in found[0].items():
+        scale = expected.abs().max().item() or 1.0  # norms and routers compute in float32
+        torch.testing.assert_close(found[1][parameter], expected, atol=1e-6 * scale, rtol=0, msg=parameter)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "deepseek-v3-latents", "gemma2"])

@@ -165,8 +165,9 @@ def test_the_trainers_memory_is_what_the_trainer_allocates(tmp_path: Path, dtype
     assert parts.get("master weights in float32", item * shape.parameters) - item * shape.parameters == masters
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4, "intermediate_size": 512}])
-def test_activations_are_near_what_autograd_keeps(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_activations_are_near_what_autograd_keeps(tmp_path: Path, changes: dict[str, Any], shared: bool) -> None:
     model = llama(**changes)
     shape = saved(tmp_path, model)
     use_packed_attention(model)
@@ -178,7 +179,11 @@ def test_activations_are_near_what_autograd_keeps(tmp_path: Path, changes: dict[
         return tensor
 
     tokens = 128
-    row = PackedRow.of([Segment(token_ids=tuple(range(64)), sampled=((63, 64),)) for _ in range(tokens // 64)])
+    segments = [Segment(token_ids=tuple(range(64)), sampled=((63, 64),)) for _ in range(tokens // 64)]
+    if shared:  # 65 tokens of a prompt, and three answers
+        segments = [Segment(token_ids=(*range(66), *[n] * 20), sampled=((66, 86),)) for n in range(3)]
+    row = PackedRow.of(segments, least_shared=0.2 if shared else 1.0)
+    assert row.length == tokens
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = TrainingForward(model)(row)
     measured = sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in own)

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config.schema import TrainerConfig
-from pipelinerl.trainer.micro_batch import pack
+from pipelinerl.models.packed import PackedRow
+from pipelinerl.trainer.micro_batch import pack, pack_shared
 from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyStats, effective_sample_size
 from pipelinerl.trainer.optimizer import FLOOR, learning_rate
+from pipelinerl.types import Segment
 
 
 def rates(schedule: str, warmup: int, total: int, count: int) -> list[float]:
@@ -66,6 +68,32 @@ def slow_best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]
 @given(st.lists(st.integers(1, 150), max_size=80), st.integers(1, 200))
 def test_bins_are_those_of_the_slow_reference(lengths: list[int], budget: int) -> None:
     assert pack(lengths, budget) == slow_best_fit_decreasing(lengths, budget)
+
+
+IDS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+@given(st.lists(st.lists(IDS, min_size=1, max_size=2), max_size=14), st.integers(1, 60), st.sampled_from([0.0, 0.3, 1.0]))
+def test_bins_of_shared_prefixes_keep_within_the_budget_as_they_are_laid_out(
+    drawn: list[list[list[int]]], budget: int, least: float
+) -> None:
+    samples = [[Segment(token_ids=tuple(ids), sampled=((len(ids) // 2 + 1, len(ids)),)) for ids in one] for one in drawn]
+    bins = pack_shared(samples, budget, least)
+    assert sorted(index for indices in bins for index in indices) == list(range(len(samples)))
+    assert bins == sorted(map(sorted, bins))
+    for indices in bins:
+        row = PackedRow.of([segment for index in indices for segment in samples[index]], least_shared=least)
+        assert row.length <= budget or len(indices) == 1
+    if least == 1.0:
+        assert bins == pack([sum(len(segment.token_ids) for segment in one) for one in samples], budget)
+
+
+def test_attempts_of_a_group_share_a_bin() -> None:
+    prompts = [tuple(range(start, start + 50)) for start in (0, 100, 200)]
+    samples = [[Segment(token_ids=(*prompt, n, n, n), sampled=((50, 53),))] for n in (1, 2, 3) for prompt in prompts]
+    assert pack_shared(samples, 70, 0.2) == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    assert pack_shared(samples, 130, 0.2) == [[0, 1, 3, 4, 6, 7], [2, 5, 8]]
+    assert pack_shared(samples, 58, 0.2) == [[0, 3], [1, 4], [2, 5], [6], [7], [8]], "part of a group at a time"
 
 
 @pytest.mark.parametrize(("lengths", "budget"), [([1, 0], 5), ([-1], 5), ([1], 0)])

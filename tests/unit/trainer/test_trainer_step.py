@@ -38,8 +38,13 @@ def own_logprobs(model: PreTrainedModel, segments: Sequence[Segment]) -> torch.T
     return torch.stack(logprobs)
 
 
-def make_samples(model: PreTrainedModel, count: int = 12, noise: float = 0.2, version: int = 3) -> list[TrainingSample]:
-    """Ragged samples, some of several turns or segments, one in four without advantage, behaviour a bit off `model`."""
+def make_samples(
+    model: PreTrainedModel, count: int = 12, noise: float = 0.2, version: int = 3, prompt: int = 0
+) -> list[TrainingSample]:
+    """Ragged samples, some of several turns or segments, one in four without advantage, behaviour a bit off `model`.
+
+    The segments of a group begin with the same `prompt` tokens.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def integer(low: int, high: int) -> int:
@@ -50,8 +55,9 @@ def make_samples(model: PreTrainedModel, count: int = 12, noise: float = 0.2, ve
         segments = []
         for _ in range(1 + (i % 5 == 0)):
             n = integer(6, 40)
-            ids = tuple(integer(0, 23) for _ in range(n))
-            segments.append(Segment(token_ids=ids, sampled=((2, 4), (5, n)) if i % 3 == 0 else ((3, n),)))
+            ids = tuple((7 * t + i // 4) % 23 for t in range(prompt)) + tuple(integer(0, 23) for _ in range(n))
+            ranges = ((2, 4), (5, n)) if i % 3 == 0 else ((3, n),)
+            segments.append(Segment(token_ids=ids, sampled=tuple((prompt + a, prompt + b) for a, b in ranges)))
         with torch.no_grad():
             logprobs_P = own_logprobs(model, segments)
         behaviour_P = logprobs_P + noise * torch.randn(len(logprobs_P), generator=generator)
@@ -112,6 +118,34 @@ def test_a_step_equals_the_sum_over_single_sequences_for_any_micro_batch(budget:
         torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("changes", [{}, {"head_chunk": 5}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("budget", [130, 10_000])
+def test_a_prompt_that_samples_share_goes_through_the_model_once_and_changes_nothing(
+    budget: int, changes: dict[str, object]
+) -> None:
+    """Two attempts are equal: their sampled tokens are shared, too, with different advantages."""
+    model = make_model()
+    samples = make_samples(model, prompt=30)
+    samples.append(msgspec.structs.replace(samples[1], id="equal", advantage=0.7))
+    expected = reinforce_gradients(model, samples, sum(s.sampled_count for s in samples))
+    taught = learner(model, micro_batch_tokens=budget, **changes)
+    result = taught.step(samples, version=3)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5 * gradient.abs().max().item(), rtol=1e-5, msg=name)
+    used = [sample for sample in samples if sample.advantage]
+    assert result.tokens_trained == sum(sample.sampled_count for sample in used)
+    assert result.tokens_context == sum(sample.length for sample in used) - result.tokens_trained
+    assert result.packing_efficiency is not None
+    assert 0.5 < result.packing_efficiency <= 1.0
+    separate = learner(make_model(), micro_batch_tokens=budget)
+    separate._least_shared = 1.0
+    alone = separate.step(samples, version=3)
+    assert alone.loss == pytest.approx(result.loss, rel=1e-5)
+    assert alone.tokens_forwarded == alone.tokens_context + alone.tokens_trained
+    assert result.tokens_forwarded < alone.tokens_forwarded - 29 * (len(used) // 2)
+    assert result.micro_batches <= alone.micro_batches
+
+
 def credit_by_token(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     """The samples with an advantage for each token, and with supervised tokens where the others have context."""
     generator = torch.Generator().manual_seed(9)
@@ -127,12 +161,12 @@ def credit_by_token(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     return found
 
 
-@pytest.mark.parametrize(("budget", "head_chunk"), [(1, 0), (77, 0), (77, 5)])
+@pytest.mark.parametrize(("budget", "head_chunk", "prompt"), [(1, 0, 0), (77, 0, 0), (77, 5, 0), (200, 5, 25)])
 def test_tokens_with_own_advantages_and_given_tokens_have_the_gradient_of_their_formula(
-    budget: int, head_chunk: int
+    budget: int, head_chunk: int, prompt: int
 ) -> None:
     model = make_model()
-    samples = credit_by_token(make_samples(model))
+    samples = credit_by_token(make_samples(model, prompt=prompt))
     normalizer = sum(sample.sampled_count for sample in samples)
     for sample in samples:
         logprobs_N = own_logprobs(model, sample.segments)
@@ -254,10 +288,10 @@ def test_with_a_penalty_rollouts_without_advantage_count() -> None:
         assert result.grad_norm > 0
 
 
-@pytest.mark.parametrize("budget", [1, 60, 1000])
-def test_reference_scores_are_those_of_each_segment_alone(budget: int) -> None:
+@pytest.mark.parametrize(("budget", "prompt"), [(1, 0), (60, 0), (1000, 0), (150, 30), (1000, 30)])
+def test_reference_scores_are_those_of_each_segment_alone(budget: int, prompt: int) -> None:
     model = make_model(seed=2)
-    samples = make_samples(model, noise=0.0)
+    samples = make_samples(model, noise=0.0, prompt=prompt)
     scorer = FrozenModelScorer(model, temperature=TEMPERATURE, micro_batch_tokens=budget)
     scores = scorer.score([segment for sample in samples for segment in sample.segments])
     flat = [lp for part in scores for lp in part]

@@ -8,7 +8,7 @@ result is the same as in one process: Z belongs to the step, and gradients are s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from pipelinerl.models.loading import DTYPES, load_model
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.state import in_file_order, is_narrow, not_finite, write_safetensors
 from pipelinerl.trainer.logprobs import FrozenModelScorer
-from pipelinerl.trainer.micro_batch import MicroBatch, pack, padded_bins, segment_lengths
+from pipelinerl.trainer.micro_batch import MicroBatch, Ordered, cut, in_order, pack, padded_bins, segment_lengths
 from pipelinerl.trainer.on_policy import COLUMNS, OnPolicyStats
 from pipelinerl.trainer.optimizer import Optimizer, local
 from pipelinerl.trainer.sharding.model import distribute, empty_model, fill, gather, reshard, shard
@@ -128,7 +128,8 @@ class ShardedLearner(Learner):
         # Of a token's attention to one other token, in units of one token's matrix products.
         self._attention_cost = float(text.num_hidden_layers * heads * width / matrices)
         if self._forward.padded or (self._reference is not None and self._reference.padded):
-            self._waste = 1.0  # one forward for each micro-batch: the ranks' collective calls must be the same
+            # One forward for each micro-batch: the ranks' collective calls must be the same.
+            self._least_shared = self._waste = 1.0
 
     def _new_optimizer(self, config: TrainerConfig) -> Optimizer:
         reshard(self.model)
@@ -211,8 +212,11 @@ class ShardedLearner(Learner):
     ) -> tuple[int, Sums]:
         """Each rank computes its column of the plan, which is the same on all ranks."""
         size, budget, lengths = self._team.size, self._config.micro_batch_tokens, segment_lengths(used)
+        ordered = in_order([sample.segments for sample in used], self._least_shared, self._attention_cost)
         if self._forward.padded:
             grid = plan_padded(lengths, size, budget)
+        elif any(shared for _, _, shared in ordered):
+            grid = plan_shared(ordered, size, budget)
         else:
             grid = plan(lengths, self._attention_cost, size, budget)
         column = ([used[index] for index in row[self._team.rank]] for row in grid)
@@ -249,14 +253,15 @@ class ShardedLearner(Learner):
 def _of_all(own: Sums, counts: Sequence[int], rank: int) -> Sums:
     """On rank 0, the sums of all ranks, which have `counts` tokens; on the others, their own."""
     sent = torch.zeros(COLUMNS, 1 + max(counts, default=0), dtype=torch.float64)
-    sent[0, 0], sent[1, 0] = own.loss, own.cells
+    sent[:3, 0] = torch.tensor([own.loss, own.forwarded, own.cells], dtype=torch.float64)
     sent[:, 1 : 1 + counts[rank]] = own.stats.tokens()
     found = [torch.empty_like(sent) for _ in counts] if rank == 0 else None
     distributed.gather(sent, found)
     if found is None:
         return own
     totals_R7 = torch.stack([of_one[:, 0] for of_one in found])
-    sums = Sums(totals_R7[:, 0].sum(), cells=int(totals_R7[:, 1].sum()))
+    loss, *counted = totals_R7.sum(0)[:3]
+    sums = Sums(loss, OnPolicyStats(), *map(int, counted))
     for count, of_one in zip(counts, found, strict=True):
         sums.stats.add(*of_one[:, 1 : 1 + count].float())
     return sums
@@ -300,15 +305,27 @@ def plan(lengths: Sequence[Sequence[int]], attention: float, ranks: int, budget:
 def plan_padded(lengths: Sequence[Sequence[int]], ranks: int, budget: int) -> Grid:
     """Like `plan`, for a model that computes a bin as one padded batch: a bin costs its tokens with padding.
 
-    The bins are the smallest ones that need no more rows than bins of
-    `budget` tokens do. Neighbouring bins hold sequences of similar length.
+    Neighbouring bins hold sequences of similar length.
     """
-    rows = -(-len(padded_bins(lengths, budget)) // ranks)
+    return _smallest(lambda most: padded_bins(lengths, most), ranks, budget)
+
+
+def plan_shared(ordered: Ordered, ranks: int, budget: int) -> Grid:
+    """Like `plan`, for samples that share prefixes: the order is cut into bins that cost at most `budget`.
+
+    A cost is at least the tokens that a row has for it, so these keep within the budget, too.
+    """
+    return _smallest(lambda most: [indices for indices, _ in cut(ordered, most)], ranks, budget)
+
+
+def _smallest(bins_of: Callable[[int], list[list[int]]], ranks: int, budget: int) -> Grid:
+    """The bins of the smallest budget that needs no more rows than `budget` does."""
+    rows = -(-len(bins_of(budget)) // ranks)
     low, high = 0, budget  # the smallest sufficient budget is in low < b <= high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(padded_bins(lengths, middle)) <= rows * ranks else (middle, high)
-    bins = padded_bins(lengths, high)
+        low, high = (low, middle) if len(bins_of(middle)) <= rows * ranks else (middle, high)
+    bins = bins_of(high)
     return [bins[start : start + ranks] + [[]] * (start + ranks - len(bins)) for start in range(0, len(bins), ranks)]
 
 

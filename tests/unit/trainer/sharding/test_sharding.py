@@ -17,10 +17,12 @@ from torch import distributed
 from pipelinerl.channel import listen
 from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.errors import RankLostError
-from pipelinerl.trainer.micro_batch import pack, padded_bins
+from pipelinerl.models.packed import PackedRow
+from pipelinerl.trainer.micro_batch import in_order, pack, pack_shared, padded_bins
 from pipelinerl.trainer.sharding import ranks
-from pipelinerl.trainer.sharding.learner import plan, plan_padded
+from pipelinerl.trainer.sharding.learner import plan, plan_padded, plan_shared
 from pipelinerl.trainer.sharding.ranks import Team, join
+from pipelinerl.types import Segment
 
 ATTENTION = 0.01
 LENGTHS = st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=3), max_size=40)
@@ -63,14 +65,39 @@ def test_a_row_is_even(lengths: list[list[int]], ranks: int) -> None:
     assert max(sums) - min(sums) <= max(map(cost, lengths)) * (1 + 1e-9)
 
 
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=20), st.integers(1, 4), st.integers(1, 60))
+def test_samples_that_share_prefixes_have_one_place_and_rows_are_few_and_even(
+    drawn: list[list[int]], ranks: int, budget: int
+) -> None:
+    samples = [[Segment(token_ids=tuple(ids), sampled=((len(ids) // 2 + 1, len(ids)),))] for ids in drawn]
+    ordered = in_order(samples, 0.2, ATTENTION)
+    grid = plan_shared(ordered, ranks, budget)
+    places = [place for row in grid for place in row]
+    assert sorted(index for place in places for index in place) == list(range(len(samples)))
+    assert all(len(row) == ranks for row in grid)
+    assert all(all(row) for row in grid[:-1])
+    for place in filter(None, places):
+        row = PackedRow.of([segment for index in place for segment in samples[index]], least_shared=0.2)
+        assert row.length <= budget or len(place) == 1
+    assert len(grid) <= 2 * -(-len(pack_shared(samples, budget, 0.2)) // ranks) + 1
+
+
 @pytest.mark.parametrize(
     ("grid", "expected"),
     [
         (plan([[8], [7], [6], [5]], 0.0, 2, 8), [[[0], [1]], [[3], [2]]]),
         (plan([[50, 50], [100]], 0.01, 2, 100), [[[1], [0]]]),
         (plan_padded([[40], [10], [38], [12]], 2, 200), [[[0, 2], [3, 1]]]),
+        (plan_shared([(2, 60, 0), (0, 60, 50), (1, 60, 0), (3, 60, 50)], 2, 200), [[[2, 0], [1, 3]]]),
+        (plan_shared([(2, 60, 0), (0, 60, 50), (1, 60, 50), (3, 60, 50)], 2, 200), [[[2, 0], [1, 3]]]),
     ],
-    ids=["every other row is reversed", "a long sequence costs more than two short ones", "padded: similar lengths"],
+    ids=[
+        "every other row is reversed",
+        "a long sequence costs more than two short ones",
+        "padded: similar lengths",
+        "groups stay together",
+        "ranks wait for each other: each gets half of a group",
+    ],
 )
 def test_examples(grid: list[list[list[int]]], expected: list[list[list[int]]]) -> None:
     assert grid == expected
