@@ -169,6 +169,21 @@ def test_a_row_in_training_is_one_call_of_attention_a_layer_and_reads_nothing(na
         assert traced.between(FLASH) <= TRAINING[name]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_of_shared_prefixes_is_one_call_of_attention_a_layer_and_reads_nothing(name: str, host: Host) -> None:
+    model = model_of(name)
+    use_packed_attention(model)
+    segments = [Segment(token_ids=(*range(1, 40), *[n] * n), sampled=((39, 39 + n),)) for n in (60, 12, 33)]
+    before = host.copies
+    row = PackedRow.of(segments, "cuda", least_shared=0.2)
+    assert host.copies == before + 1
+    assert row.length == 38 + 61 + 13 + 34
+    with Traced() as traced:
+        logits = TrainingForward(model)(row)
+    assert logits.shape == (60 + 12 + 33, SMALL["vocab_size"])
+    assert traced.kernels.count(FLASH) == (0 if name == "gpt-oss" else LAYERS)
+
+
 @pytest.mark.usefixtures("host")
 def test_sinks_are_left_to_the_other_engine_with_a_reason() -> None:
     engine = engine_of("gpt-oss", flatten=False)

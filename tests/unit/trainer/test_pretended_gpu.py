@@ -36,13 +36,14 @@ WAITS_TO_SEND = 3
 """For the copies, whether weights are finite, and their sums."""
 
 
-@pytest.mark.parametrize("wide_head", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("wide_head", "prompt"), [(False, 0), (False, 20), pytest.param(True, 0, marks=pytest.mark.slow)])
 def test_steps_have_the_losses_of_the_cpu_and_a_bounded_number_of_waits(
-    wide_head: bool, monkeypatch: pytest.MonkeyPatch
+    wide_head: bool, prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where samples share a prompt."""
     monkeypatch.setattr(packed, "_in_one_call", lambda _: True)  # on the CPU, too: its numbers in buckets differ by rounding
     model = make_model("qwen3").bfloat16()
-    samples = make_samples(model)
+    samples = make_samples(model, prompt=prompt)
     if wide_head:
         use_float32_head(model)
 
