@@ -33,8 +33,8 @@ from pipelinerl.types import Group, Segment, TrainingSample
 
 LOSS_TOLERANCE = 1e-5
 SHARED, SEPARATE = "shared", "separate"
-WORKLOADS = {"demo": ["144:36", "36:36", "9:36", "7:tail"], "135m": ["256:64", "128:128", "64:256"]}
-SWEEP = {"demo": ["4:36", "7:36", "9:36", "12:36", "18:36", "36:36"], "135m": ["4:64", "8:64", "16:64", "32:64"]}
+WORKLOADS = {"demo": ["144:36", "36:36", "9:36", "7:tail"], "135m": ["128:32", "80:80", "32:128"]}
+SWEEP = {"demo": ["4:36", "7:36", "9:36", "12:36", "18:36", "36:36"], "135m": ["4:64", "8:64", "16:64"]}
 
 
 def make_samples(workload: str, samples: int, attempts: int, vocabulary: int) -> list[TrainingSample]:
@@ -55,7 +55,7 @@ def make_samples(workload: str, samples: int, attempts: int, vocabulary: int) ->
                 segments=(Segment(token_ids=ids, sampled=((len(prompt), len(ids)),)),),
                 behaviour_logprobs=tuple(rng.uniform(-6.0, -2.0) for _ in range(length)),
                 versions=(0,) * length,
-                advantage=rng.choice((-1.0, -0.5, 0.5, 1.0)),
+                advantage=rng.choice((0.25, 0.5, 0.75, 1.0)),
                 reward=0.0,
             )
         )
@@ -177,7 +177,7 @@ def main() -> None:
     table = table_of(records)
     common.write_results(
         options.name or f"shared-prompts-{'sweep-' * options.sweep}{common.model_label(options.model)}",
-        settings=common.settings_of(options),
+        settings=common.settings_of(options) | {"run": options.run and options.run.name},
         machine_before=machine_before,
         records=records,
         table=table,

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from pipelinerl.types import Segment
 
-LEAST_SHARED = 0.2
+LEAST_SHARED = 0.15
 """A sequence shares a prefix of at least this part of its tokens. Less does not pay on a CPU (docs/benchmarks.md)."""
 BLOCK = 256
 """A part of the tree of at most this many tokens is one block in attention: one masked call replaces many short ones."""

@@ -16,13 +16,14 @@ from tests.unit.compiler_parts import NotingCompiler, absent_compiler, nothing_c
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
-def row(lengths: tuple[int, ...]) -> PackedRow:
+def row(lengths: tuple[int, ...], least_shared: float = 1.0) -> PackedRow:
     ids = [tuple((5 * i + n) % 20 for i in range(n)) for n in lengths]
-    return PackedRow.of([Segment(token_ids=of_one, sampled=((1, len(of_one)),)) for of_one in ids])
+    segments = [Segment(token_ids=of_one, sampled=((1, len(of_one)),)) for of_one in ids]
+    return PackedRow.of(segments, least_shared=least_shared)
 
 
-def gradients_of(forward: Any, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    logits_PV = forward(row(lengths))
+def gradients_of(forward: Any, lengths: tuple[int, ...], least_shared: float = 1.0) -> list[torch.Tensor]:
+    logits_PV = forward(row(lengths, least_shared))
     trained = [parameter for parameter in forward.model.parameters() if parameter.requires_grad]
     return list(torch.autograd.grad(logits_PV.log_softmax(-1)[:, 3].sum(), trained, allow_unused=True))
 
@@ -43,6 +44,7 @@ def test_rows_of_all_lengths_have_the_gradients_of_the_model_and_are_compiled_on
     compiled = len(noting.graphs)
     for lengths in ((3,), (30, 30, 7), (2, 2, 2, 2, 9)):
         assert_same(gradients_of(forward, lengths), gradients_of(plain, lengths))
+    assert_same(gradients_of(forward, (9, 30, 30), 0.2), gradients_of(plain, (9, 30, 30), 0.2))
     with torch.no_grad():
         forward(row((6, 3)))
     assert len(noting.graphs) == compiled > 0
