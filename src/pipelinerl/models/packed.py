@@ -406,9 +406,9 @@ def packed_attention(
         if attended is not None:
             return attended, None
     if packed_row.stops_T is not None:
-        from pipelinerl.models.shared import Scores, attend_shared  # noqa: PLC0415 - some workloads have no shared prefixes
+        from pipelinerl.models.shared import ScoreRule, attend_shared  # noqa: PLC0415 - some workloads have no shared prefixes
 
-        scores = Scores(scale, sliding_window, softcap)
+        scores = ScoreRule(scale, sliding_window, softcap)
         return attend_shared(packed_row, (query, key, value), scores, s_aux), None
     sinks = None if s_aux is None else s_aux[:, None]
     # Split at once: the gradient of each slice alone would be as large as the row.

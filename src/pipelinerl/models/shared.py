@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipelinerl.models.packed import Bucket, PackedRow
 
 
-class Scores(NamedTuple):
+class ScoreRule(NamedTuple):
     """How a layer computes the scores of keys: see `attention.attend`."""
 
     scale: float
@@ -34,7 +34,7 @@ class Scores(NamedTuple):
     softcap: float | None
 
 
-def attend_shared(row: PackedRow, projected: Sequence[Tensor], scores: Scores, sinks: Tensor | None) -> Tensor:
+def attend_shared(row: PackedRow, projected: Sequence[Tensor], scores: ScoreRule, sinks: Tensor | None) -> Tensor:
     """`projected`: query, key and value; shapes as in `packed.packed_attention`; `sinks` [Hq].
 
     Values of fewer numbers than keys (latent attention) are padded.
@@ -93,13 +93,13 @@ class _Attention(torch.autograd.Function):
         return *gradients, d_sinks, None, None
 
 
-class _Part(NamedTuple):
+class _AttentionPart(NamedTuple):
     """Some queries and keys. `mask` is added to the scores; without one, attention is full, or `causal`.
 
     `fused`: PyTorch's kernel for CPUs computes them, otherwise the scores exist as a tensor.
     """
 
-    scores: Scores
+    scores: ScoreRule
     fused: bool
     causal: bool
     mask: Tensor | None
@@ -143,7 +143,7 @@ class _Part(NamedTuple):
         return scores if self.mask is None else scores + self.mask, slope
 
 
-def _parts(row: PackedRow, scores: Scores, query: Tensor) -> Iterator[tuple[Bucket, Bucket, _Part]]:
+def _parts(row: PackedRow, scores: ScoreRule, query: Tensor) -> Iterator[tuple[Bucket, Bucket, _AttentionPart]]:
     fused = query.device.type == "cpu" and scores.softcap is None
     for queries, keys in [*zip(row.buckets, row.buckets, strict=True), *row.prefixes]:
         own, mask = queries is keys, None
@@ -151,7 +151,7 @@ def _parts(row: PackedRow, scores: Scores, query: Tensor) -> Iterator[tuple[Buck
         if window is not None or (own and (queries.branched or not fused)):
             make = partial(_mask, row, queries, keys, window, query.dtype)
             mask = row.cached((queries.start, keys.start, window, query.dtype), make)
-        yield queries, keys, _Part(scores, fused, own and mask is None, mask)
+        yield queries, keys, _AttentionPart(scores, fused, own and mask is None, mask)
 
 
 def _mask(row: PackedRow, queries: Bucket, keys: Bucket, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipelinerl.models import packed, prefixes
 from pipelinerl.models.packed import PackedRow
 from pipelinerl.models.prefixes import runs_of, shared_prefixes
-from pipelinerl.models.shared import Scores, attend_shared
+from pipelinerl.models.shared import ScoreRule, attend_shared
 from pipelinerl.models.varlen import attend_row
 from pipelinerl.types import Segment
 
@@ -103,7 +103,7 @@ def test_short_and_chance_prefixes_are_not_shared() -> None:
     assert shared_prefixes(same, 0.2)[1] == [0, 102]
 
 
-def literal(projected: list[Tensor], keys: list[list[int]], scores: Scores, sinks: Tensor | None) -> Tensor:
+def literal(projected: list[Tensor], keys: list[list[int]], scores: ScoreRule, sinks: Tensor | None) -> Tensor:
     """[h, T, D] each -> [T, h, D]: one query of one sequence after the other."""
     q, k, v = projected
     groups, found = q.shape[0] // k.shape[0], {}
@@ -141,7 +141,7 @@ def test_attention_and_its_gradients_are_those_of_each_sequence(
 
     given_ = [normal(4, row.length, 6), normal(2, row.length, 6), normal(2, row.length, 4 if kind == "narrow values" else 6)]
     sinks = normal(4) if kind == "sinks" else None
-    scores = Scores(0.7, 3 if "window" in kind else None, 1.5 if "softcap" in kind else None)
+    scores = ScoreRule(0.7, 3 if "window" in kind else None, 1.5 if "softcap" in kind else None)
     inputs = given_ if sinks is None else [*given_, sinks]
     batch = [x[None] for x in given_]
     if kind == "one call":
