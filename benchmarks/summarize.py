@@ -83,7 +83,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=common.RESULTS)
     options = parser.parse_args()
     print(f"# Results\n\n## Goals\n\n{common.markdown(goals(options.results))}\n")
-    print("\n".join(section(path) for path in sorted(options.results.glob("*.json"))))
+    with_tables = [path for path in sorted(options.results.glob("*.json")) if '"table"' in path.read_text()]
+    print("\n".join(map(section, with_tables)))
 
 
 if __name__ == "__main__":
