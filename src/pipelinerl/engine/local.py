@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 from typing import Any, Literal
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from pipelinerl.engine.attention import Chunk, Move, PackedTokens
-from pipelinerl.engine.contents import Prefix
-from pipelinerl.engine.rows import Prefill, RowTable, Sequence, VersionMarks, recompute
+from pipelinerl.engine.contents import NO_PREFIX, Prefix
+from pipelinerl.engine.rows import NONE_FRESH, Prefill, RowTable, Sequence, VersionMarks, recompute
 from pipelinerl.engine.runner import ModelRunner, Runner, refuse_longer
 from pipelinerl.engine.sampler import Ints, SamplingRows, StepsAhead, request_key, sample, uniforms
 from pipelinerl.errors import (
@@ -111,7 +111,6 @@ class LocalEngine:
         self._requests: dict[str, Sequence] = {}
         self._streamed: dict[str, int] = {}
         self._cancelled: set[str] = set()
-        self._prefixes: dict[Sequence, Prefix] = {}
         self._rows_changed = False
         self._steps_ahead: StepsAhead | None = None
         self._inference = torch.inference_mode()
@@ -233,9 +232,9 @@ class LocalEngine:
     def _step(self) -> StepOutput:
         # Most steps skip all of these calls, which matters for small models, whose steps are short.
         finished = self._take_cancelled() if self._cancelled else []
-        fresh = self._admit() if self._waiting else []
+        fresh = self._admit() if self._waiting else NONE_FRESH
         if fresh or self._rows_changed or self._table.overflowed():
-            moves = self._table.compact(fresh, self._prefixes)
+            moves = self._table.compact(fresh)
             self._runner.kv.move(moves)
             if fresh or self._rows_changed or moves:  # otherwise the rows are the same, only in longer buckets
                 self._steps_ahead = None
@@ -273,12 +272,13 @@ class LocalEngine:
         self._cancelled.clear()
         return ended
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self) -> Mapping[Sequence, Prefix]:
         """Take as many waiting requests as there are free rows. Requests with the same prompt share one prefill.
 
-        A prefill continues from the longest beginning of its prompt that a row holds and the request may read.
+        A prefill continues from the longest beginning of its prompt that a row holds and the request may read. Returned are
+        the sequences with what their rows begin with.
         """
-        fresh = [self._waiting.popleft() for _ in range(min(self._table.free, len(self._waiting)))]
+        fresh = {self._waiting.popleft(): NO_PREFIX for _ in range(min(self._table.free, len(self._waiting)))}
         by_prompt: dict[tuple[tuple[int, ...], int | None], Prefill] = {}
         for sequence in fresh:
             prompt_ids, oldest = sequence.request.prompt_ids, sequence.request.reuses_from
@@ -287,12 +287,11 @@ class LocalEngine:
             by_prompt.setdefault((prompt_ids, oldest), Prefill(prompt_ids, [])).members.append(sequence)
         self._prefills += by_prompt.values()
         whole = self._table.free_rows() if self._runner.kv.has_states else None
-        self._prefixes = {}
         for (_, oldest), prefill in by_prompt.items():
             first = prefill.members[0]
             if oldest is not None and (prefix := self._table.contents.longest(first.request.prompt_ids[:-1], oldest, whole)):
                 prefill.begin_with(prefix)
-                self._prefixes[first] = prefix
+                fresh[first] = prefix
         return fresh
 
     def _next_chunks(self) -> list[tuple[Prefill, int]]:

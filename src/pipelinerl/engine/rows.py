@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.engine.attention import Chunk, LengthBucket, Move, PackedTokens
-from pipelinerl.engine.contents import NO_PREFIX, Contents, Prefix
+from pipelinerl.engine.contents import Contents, Prefix
 from pipelinerl.engine.sampler import Ints
 from pipelinerl.types import GenerationRequest, VersionSpan
 
@@ -73,19 +73,16 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Prefill:
-    """A prompt being processed for one or more requests that share it. It is computed once, in the first member's row.
-
-    It continues from `prefix`, which is copied there.
-    """
+    """A prompt being processed for one or more requests that share it. It is computed once, in the first member's row."""
 
     prompt_ids: tuple[int, ...]
     members: list[Sequence]
     done: int = 0
     versions: VersionMarks = field(default_factory=VersionMarks)
-    prefix: Prefix = NO_PREFIX
 
     def begin_with(self, prefix: Prefix) -> None:
-        self.prefix, self.done = prefix, prefix.length
+        """The row begins with a copy of `prefix`."""
+        self.done = prefix.length
         for span in prefix.versions:
             self.versions.mark(span.version, span.start)
 
@@ -101,7 +98,7 @@ Reals = npt.NDArray[np.float32]
 _SMALLEST_BUCKET, _ROUND = 48, 16
 FREE, PREFILLING, DECODING = 0, 1, 2
 _NONE: Ints = np.arange(0)
-NO_PREFIXES: Mapping[Sequence, Prefix] = {}
+NONE_FRESH: Mapping[Sequence, Prefix] = {}
 
 
 class _Region(NamedTuple):
@@ -197,11 +194,11 @@ class RowTable:
         if sequence.request.reuses_from is not None and (length := versions[-1].end - 1):
             self.contents.hold(sequence.row, sequence.request.prompt_ids[:length], versions)
 
-    def compact(self, fresh: Seq[Sequence] = (), prefixes: Mapping[Sequence, Prefix] = NO_PREFIXES) -> list[Move]:
+    def compact(self, fresh: Mapping[Sequence, Prefix] = NONE_FRESH) -> list[Move]:
         """Sort rows into contiguous buckets and give `fresh` sequences, whose prompts are still to be processed, a row each.
 
-        A row moves only if it lies outside its bucket's new range. `prefixes`: what fresh sequences begin with, in rows as
-        they are before. The caller applies the returned moves to the cache.
+        A row moves only if it lies outside its bucket's new range. Fresh sequences are given with what they begin with, in
+        rows as they are before. The caller applies the returned moves to the cache.
         """
         self.flush()
         alive = np.flatnonzero(self._kinds)
@@ -235,11 +232,11 @@ class RowTable:
             targets.append(vacant[: len(movers)])
             vacant = vacant[len(movers) :]
         self.used = int(starts[-1])
-        given = dict(zip(vacant.tolist(), fresh, strict=True))
-        moves = self._place(np.concatenate(sources), np.concatenate(targets), given, prefixes)
+        prefixes = dict(zip(vacant.tolist(), fresh.values(), strict=True))
+        moves = self._place(np.concatenate(sources), np.concatenate(targets), prefixes)
         self._kinds[self.used :] = FREE
         self._owners[self.used :] = [None] * (len(self._owners) - self.used)
-        for row, sequence in given.items():
+        for row, sequence in zip(prefixes, fresh, strict=True):
             self._admit(sequence, row)
         self.plain = self._all_plain(slice(0, self.used))
         decoding = slice(0, self.decoding)
@@ -308,10 +305,8 @@ class RowTable:
     def _all_plain(self, rows: slice | Ints) -> bool:
         return bool(((self.temperature[rows] == 1) & (self.top_p[rows] == 1) & (self.top_k[rows] == 0)).all())
 
-    def _place(
-        self, sources: Ints, targets: Ints, fresh: Mapping[int, Sequence], prefixes: Mapping[Sequence, Prefix]
-    ) -> list[Move]:
-        """Move rows in use, and free rows that would be overwritten; give `fresh` sequences, by row, their prefixes.
+    def _place(self, sources: Ints, targets: Ints, prefixes: Mapping[int, Prefix]) -> list[Move]:
+        """Move rows in use, and free rows that would be overwritten; give the rows of fresh sequences their prefixes.
 
         The returned copies are grouped by length: a short row is not copied at a long row's length.
         """
@@ -327,16 +322,14 @@ class RowTable:
             lengths[vacated] = contents.known[overwritten]
             used_at = contents.used_at[origins]
             used_at[: self.used] = np.iinfo(np.int64).max
-            for row, sequence in fresh.items():
-                held, prefix = int(origins[row]), prefixes.get(sequence, NO_PREFIX)
-                other = int(used_at.argmin())
+            for row, prefix in prefixes.items():
+                held, other = int(origins[row]), int(used_at.argmin())
                 if used_at[other] < contents.used_at[held] and (held, contents.known[held]) != (prefix.row, prefix.length):
                     origins[other], lengths[other], used_at[other] = held, contents.known[held], contents.used_at[held]
-        for row, sequence in fresh.items():
-            prefix = prefixes.get(sequence, NO_PREFIX)
+        for row, prefix in prefixes.items():
             origins[row], lengths[row] = prefix.row if prefix.length else row, prefix.length
         moves = self._copy(origins, lengths)
-        contents.forget(np.fromiter(fresh, dtype=np.int64))
+        contents.forget(np.fromiter(prefixes, dtype=np.int64))
         self._move(sources, targets)
         return moves
 

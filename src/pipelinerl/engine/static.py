@@ -16,7 +16,6 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelinerl.engine.attention import Move
-from pipelinerl.engine.contents import NO_PREFIX, Prefix
+from pipelinerl.engine.contents import Prefix
 from pipelinerl.engine.fused import compiled
 from pipelinerl.engine.local import NOTHING, LocalEngine
 from pipelinerl.engine.rows import DECODING, FREE, Prefill, Reals, RowTable, Sequence
@@ -181,7 +180,7 @@ class SlotTable(RowTable):
         self._changed: set[int] = set()
         self.sampled = 0
 
-    def admit(self, fresh: Seq[Sequence], prefixes: Mapping[Sequence, Prefix], below: int) -> list[Move]:
+    def admit(self, fresh: Mapping[Sequence, Prefix], below: int) -> list[Move]:
         """Give each sequence a free row, below `below` if it can be, which was released longest ago.
 
         A sequence that continues a released row gets that row.
@@ -190,8 +189,7 @@ class SlotTable(RowTable):
         free = free[np.lexsort((self.contents.used_at[free], free >= below))].tolist()
         origins, lengths = np.arange(len(self._owners)), np.zeros(len(self._owners), dtype=np.int64)
         rows: dict[Sequence, int] = {}
-        for sequence in sorted(fresh, key=lambda one: one not in prefixes):
-            prefix = prefixes.get(sequence, NO_PREFIX)
+        for sequence, prefix in sorted(fresh.items(), key=lambda one: not one[1].length):
             continues = prefix.row in free and prefix.length == self.contents.known[prefix.row]
             row = rows[sequence] = prefix.row if continues else free[0]
             free.remove(row)
@@ -312,7 +310,7 @@ class StaticEngine(LocalEngine):
         held = self._decode_steps - self._admitted_at < _HELD_STEPS and len(table.decoding_rows()) > 0
         if ready and (not held or ready >= self.slots // 16):  # a forward over the waiting prompts is worth its time
             fresh = self._admit()
-            self._runner.kv.move(table.admit(fresh, self._prefixes, self._bucket(table.used + len(fresh))))
+            self._runner.kv.move(table.admit(fresh, self._bucket(table.used + len(fresh))))
             self._admitted_at = self._decode_steps
         if self._prefills:
             self._run_prefills()

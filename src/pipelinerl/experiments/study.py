@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -369,22 +369,22 @@ def study_kv_cache(
     }
     behaviour, target = (Recompute(model, temperature=study.temperature, **sizes) for model in models[2:])
 
-    def measure(name: str, policy: Sequence[int], version: int, *, own_only: bool = False) -> tuple[PolicyRecord, Floats]:
+    def measure(name: str, policy: Sequence[int], version: int) -> tuple[PolicyRecord, Floats]:
         """Compare a behaviour policy with the weights of `version`. Also returns its mean KL in each resample.
 
-        `own_only`: at the tokens that these weights sampled.
+        If these weights sample the end, only their tokens count.
         """
         on_progress(f"weights {version - lag} to {version}: {name}")
         kv: KV = "recompute" if name == RECOMPUTED else "keep"
         tokens, gap = divergences(behaviour, target, samplers[kv].sample(requests, policy), weights, kv)
-        if own_only:
+        if policy[-1] == version:
             own_N = tokens.version == version
             tokens = Tokens(*(values[own_N] for values in tokens))
         sums = by_problem(tokens, study.problems, study.edges)
         means_RQ = resampled_means(*sums, resamples=study.resamples, seed=seed)
         kl, *along = intervals(means_RQ, study.level)
         lag_mean = float((version - tokens.version).mean())
-        by_position = () if own_only else tuple(along)
+        by_position = () if policy[0] != policy[-1] == version else tuple(along)
         record = PolicyRecord(tokens=len(tokens.kl), lag_mean=lag_mean, kl=kl, engine_gap=gap, by_position=by_position)
         return record, means_RQ[:, :1]
 
@@ -395,13 +395,9 @@ def study_kv_cache(
     return msgspec.structs.replace(study, starts=tuple(found))
 
 
-class _Measure(Protocol):
-    def __call__(
-        self, name: str, policy: Sequence[int], version: int, *, own_only: bool = False
-    ) -> tuple[PolicyRecord, Floats]: ...
-
-
-def _start(version: int, lag: int, length: int, measure: _Measure) -> StartRecord:
+def _start(
+    version: int, lag: int, length: int, measure: Callable[[str, Sequence[int], int], tuple[PolicyRecord, Floats]]
+) -> StartRecord:
     """The study from one checkpoint, whose policies `measure` compares with the target."""
     target, mixed = version + lag, mixed_policy(version, lag, length)
     found = {name: measure(name, mixed, target) for name in (STALE, RECOMPUTED)}
@@ -411,7 +407,7 @@ def _start(version: int, lag: int, length: int, measure: _Measure) -> StartRecor
     for behind in PREFIX_LAGS:
         if behind <= lag:
             policy = [target - behind] * (length // 2) + [target] * (length - length // 2)
-            found[_prefix(behind)] = measure(_prefix(behind), policy, target, own_only=True)
+            found[_prefix(behind)] = measure(_prefix(behind), policy, target)
     policies = {}
     for name, (record, _) in found.items():
         equivalent = float(lagged[name]) if name in lagged else equivalent_lag(record.kl.mean, by_lag)

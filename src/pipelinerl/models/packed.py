@@ -36,7 +36,7 @@ from pipelinerl.models.attention import (
     unsupported,
 )
 from pipelinerl.models.loading import model_max_length
-from pipelinerl.models.prefixes import LEAST_SHARED, Run, runs_of, shared_prefixes
+from pipelinerl.models.prefixes import LEAST_SHARED, TokenRun, runs_of, shared_prefixes
 from pipelinerl.models.state import compute_dtype, is_narrow
 from pipelinerl.types import Segment
 
@@ -217,7 +217,7 @@ def _in_one_call(device: torch.device | str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def _place(run: Run | None, position: int) -> int:
+def _place(run: TokenRun | None, position: int) -> int:
     """Where the row has the token at `position` of a sequence that ends with `run`."""
     while run is not None and position < run.start:
         run = run.parent
@@ -228,12 +228,12 @@ def _begins(lengths: Iterable[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def _tree(runs: Sequence[Run], in_one_call: bool) -> dict[str, Any]:
+def _tree(runs: Sequence[TokenRun], in_one_call: bool) -> dict[str, Any]:
     """The fields of a `PackedRow` with shared prefixes. Empty if there are none."""
     if not any(run.parent for run in runs):
         return {}
     stops, prefixes = [], []
-    places: dict[Run, list[int]] = {}
+    places: dict[TokenRun, list[int]] = {}
     for run in runs:
         start, end, stop = run.row_start, run.row_start + len(run), run.row_start + run.tokens
         stops += [stop] * len(run)
@@ -247,7 +247,7 @@ def _tree(runs: Sequence[Run], in_one_call: bool) -> dict[str, Any]:
     return tree
 
 
-def _block_buckets(runs: Sequence[Run], waste: float) -> Iterator[Bucket]:
+def _block_buckets(runs: Sequence[TokenRun], waste: float) -> Iterator[Bucket]:
     """Buckets of neighbouring blocks of the same kind: sequences or runs, and parts of the tree."""
     blocks = [run for run in runs if run.parent is None or run.parent.apart]
     for branched, of_kind in groupby(blocks, lambda run: bool(run.children) and not run.apart):

@@ -25,7 +25,7 @@ BLOCK = 256
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class TokenRun:
     """The tokens `start` to `end` of `sequence`, and of all sequences that share them. They continue those of `parent`.
 
     A packed row has them from `row_start` on, and then all that continues them: `tokens` together.
@@ -34,8 +34,8 @@ class Run:
     sequence: int
     end: int
     start: int = 0
-    parent: Run | None = None
-    children: list[Run] = field(default_factory=list)
+    parent: TokenRun | None = None
+    children: list[TokenRun] = field(default_factory=list)
     tokens: int = 0
     row_start: int = 0
 
@@ -73,20 +73,20 @@ def _shared(before: tuple[int, ...], segment: Segment, least: float) -> int:
     return shared if shared >= needed else 0
 
 
-def runs_of(lengths: Sequence[int], order: Sequence[int], shared: Sequence[int]) -> tuple[list[Run], list[Run]]:
+def runs_of(lengths: Sequence[int], order: Sequence[int], shared: Sequence[int]) -> tuple[list[TokenRun], list[TokenRun]]:
     """The runs of the tree in the order of a row, and the last run of each sequence.
 
     `lengths`: of the sequences; `order`, `shared`: of `shared_prefixes`. What continues a run follows it in the row: first
     what nothing else continues, the longest first, then the other blocks.
     """
-    leaves = [Run(sequence, length) for sequence, length in enumerate(lengths)]
-    root = Run(-1, 0)
+    leaves = [TokenRun(sequence, length) for sequence, length in enumerate(lengths)]
+    root = TokenRun(-1, 0)
     path = [root]  # to the sequence before
     for leaf, depth in [*zip((leaves[i] for i in order), shared, strict=True), (root, 0)]:
         while path[-1].end > depth:
             run = path.pop()
             if path[-1].end < depth:
-                path.append(Run(run.sequence, depth))
+                path.append(TokenRun(run.sequence, depth))
             run.start, run.parent = path[-1].end, path[-1] if path[-1] is not root else None
             run.tokens = len(run) + sum(one.tokens for one in run.children)
             path[-1].children.append(run)

@@ -11,7 +11,7 @@ import pytest
 
 from pipelinerl.engine import LocalEngine
 from pipelinerl.engine.attention import Move
-from pipelinerl.engine.contents import SHORTEST, Prefix
+from pipelinerl.engine.contents import NO_PREFIX, SHORTEST, Prefix
 from pipelinerl.engine.rows import RowTable, Sequence
 from pipelinerl.engine.static import SlotTable, StaticEngine
 from pipelinerl.types import Completion, GenerationRequest, SamplingParams, VersionSpan
@@ -137,24 +137,22 @@ def test_rows_hold_what_they_are_said_to_hold(kind: type[RowTable], seed: int) -
             table.release(sequence, (VersionSpan(0, 0, len(prompt) + count - 1),))
             ended.append((*prompt, *table.tokens[sequence.row, :count].tolist()))
             running.remove(sequence)
-        fresh, prefixes = [], dict[Sequence, Prefix]()
+        fresh = dict[Sequence, Prefix]()
         for i in range(min(table.free, draw.randrange(3))):
             stem = draw.choice(ended[-6:] + stems)
             prompt = (*stem[: draw.randrange(17, len(stem) + 1)], *range(3))[:120]
-            fresh.append(Sequence(ask(f"{step}.{i}", prompt, max_tokens=60), key=0))
-            if prefix := table.contents.longest(prompt[:-1], 0, None):
-                prefixes[fresh[-1]] = prefix
-                held = cache.ids[prefix.row, : prefix.length]
-                assert tuple(held) == prompt[: prefix.length]
-                reused += prefix.length
+            prefix = table.contents.longest(prompt[:-1], 0, None) or NO_PREFIX
+            fresh[Sequence(ask(f"{step}.{i}", prompt, max_tokens=60), key=0)] = prefix
+            assert tuple(cache.ids[prefix.row, : prefix.length]) == prompt[: prefix.length]
+            reused += prefix.length
         if isinstance(table, SlotTable):
-            cache.move(table.admit(fresh, prefixes, draw.choice([3, rows])))
+            cache.move(table.admit(fresh, draw.choice([3, rows])))
             if not fresh and table.used < 4 and draw.random() < 0.3:
                 cache.move(table.gather_below(4))
         else:
-            cache.move(table.compact(fresh, prefixes))
-        for sequence in fresh:
-            prompt, known = sequence.request.prompt_ids, prefixes[sequence].length if sequence in prefixes else 0
+            cache.move(table.compact(fresh))
+        for sequence, prefix in fresh.items():
+            prompt, known = sequence.request.prompt_ids, prefix.length
             assert tuple(cache.ids[sequence.row, :known]) == prompt[:known]
             cache.ids[sequence.row, known : len(prompt)] = prompt[known:]
             sequence.prompt_versions = (VersionSpan(0, 0, len(prompt)),)

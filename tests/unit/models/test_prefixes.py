@@ -27,7 +27,7 @@ def segments_of(drawn: list[tuple[tuple[int, ...], int]]) -> list[Segment]:
     return [Segment(token_ids=ids, sampled=((start, len(ids)),) if start < len(ids) else ()) for ids, start in drawn]
 
 
-def tree_of(segments: list[Segment], least: float) -> tuple[list[prefixes.Run], list[prefixes.Run]]:
+def tree_of(segments: list[Segment], least: float) -> tuple[list[prefixes.TokenRun], list[prefixes.TokenRun]]:
     return runs_of([len(segment.token_ids) for segment in segments], *shared_prefixes(segments, least))
 
 

@@ -22,7 +22,7 @@ LIMIT = ("generation", "training")
 """The parts of `core_seconds` that a perfect pipeline has too."""
 
 
-class Costs(NamedTuple):
+class WorkCosts(NamedTuple):
     """What work costs in a pipeline, in CPU seconds.
 
     token_s    of a generation process per token sampled by full engines: decode steps of constant H, prompts, the actor and
@@ -34,7 +34,7 @@ class Costs(NamedTuple):
     trained_s: float
 
 
-def costs_of(records: RunRecords) -> Costs | None:
+def costs_of(records: RunRecords) -> WorkCosts | None:
     """The costs in a run. None without CPU seconds in its records, or if engines or trainer compute elsewhere."""
     engine, trainer, full = records.config.engine, records.config.trainer, full_intervals(records.timeline)
     elsewhere = engine.kind != "local" or engine.device != "cpu" or trainer.device != "cpu"
@@ -42,15 +42,15 @@ def costs_of(records: RunRecords) -> Costs | None:
         return None
     tokens = sum(after.tokens_generated - before.tokens_generated for before, after in full)
     decoding_s = math.fsum(_generating_s(after) - _generating_s(before) for before, after in full)
-    return Costs(decoding_s / tokens, _cpu_s(records, "step") / max(1, _through_model(records.steps)))
+    return WorkCosts(decoding_s / tokens, _cpu_s(records, "step") / max(1, _through_model(records.steps)))
 
 
-def limit_s(steps: Sequence[StepRecord], costs: Costs, cores: int) -> float:
+def limit_s(steps: Sequence[StepRecord], costs: WorkCosts, cores: int) -> float:
     """The seconds that a perfect pipeline takes for the work of a run: the tokens of the rollouts in `steps`."""
     return (sampled_tokens(steps) * costs.token_s + _through_model(steps) * costs.trained_s) / cores
 
 
-def core_seconds(records: RunRecords, costs: Costs, cores: int) -> dict[str, float]:
+def core_seconds(records: RunRecords, costs: WorkCosts, cores: int) -> dict[str, float]:
     """Where the seconds of the cores went from the run's begin to the end of its last step; the sum is `cores` times that.
 
     generation        tokens that were trained on, at the cost of full engines; with `training` the limit

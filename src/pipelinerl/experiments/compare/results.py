@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from pipelinerl.experiments.compare.limit import LIMIT, Costs, core_seconds, costs_of, limit_s
+from pipelinerl.experiments.compare.limit import LIMIT, WorkCosts, core_seconds, costs_of, limit_s
 from pipelinerl.experiments.runs import Execution
 from pipelinerl.metrics.evaluations import EvaluationRecord
 from pipelinerl.report import PageSection, number, table
@@ -57,7 +57,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `quantities`: those in `QUANTITIES` and `Measured`, and `saving_s`, the part of the time that was spent writing weights.
     `limit_share` is the time of a perfect pipeline (`limit.py`) over the run's, `token_cpu_s` and `trained_cpu_s` are the
-    run's own `Costs`, and `core_s` is where a pipeline's seconds went.
+    run's own `WorkCosts`, and `core_s` is where a pipeline's seconds went.
     """
 
     schedule: str
@@ -76,7 +76,7 @@ def run_result(
     execution: Execution,
     target: float | None,
     *,
-    costs: Costs | None,
+    costs: WorkCosts | None,
     cores: int,
 ) -> RunResult:
     """The results of one run; without a target, it is not reached. `costs`: of the pipeline with its seed, if measured."""

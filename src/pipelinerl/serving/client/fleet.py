@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -77,15 +77,15 @@ class Replica:
 
     def hold(self, ids: Sequence[int]) -> None:
         """It has been sent these tokens, or has sampled them."""
-        for beginning in _beginnings(ids):
+        for beginning in beginnings(ids):
             self._held[beginning] = None
             self._held.move_to_end(beginning)
         while len(self._held) > _BLOCKS_PER_SLOT * max(1, self.slots):
             self._held.popitem(last=False)
 
-    def held(self, ids: Sequence[int]) -> int:
-        """How many of the first tokens it may hold, in whole blocks."""
-        return _BLOCK * sum(1 for _ in takewhile(self._held.__contains__, _beginnings(ids)))
+    def held(self, of_prompt: Iterable[int]) -> int:
+        """How many `beginnings` of a prompt it may hold."""
+        return sum(1 for _ in takewhile(self._held.__contains__, of_prompt))
 
     # ---- health
 
@@ -267,10 +267,11 @@ class Fleet:
         """
         slots, total = self.slots, 1 + sum(replica.load for replica in self.replicas if replica.slots)
         ranks: dict[Replica, tuple[int, float]] = {}
+        of_prompt = [*beginnings(prompt)]
         for replica in allowed:
             if replica.load < replica.slots:
                 crowded = 2 * replica.load >= replica.slots and replica.load * slots >= total * replica.slots
-                ranks[replica] = (0 if crowded else -replica.held(prompt), replica.load / replica.slots)
+                ranks[replica] = (0 if crowded else -replica.held(of_prompt), replica.load / replica.slots)
         if not ranks:
             return None
         chosen = min(ranks, key=ranks.__getitem__)
@@ -279,7 +280,7 @@ class Fleet:
         return chosen
 
 
-def _beginnings(ids: Sequence[int]) -> Iterator[int]:
+def beginnings(ids: Sequence[int]) -> Iterator[int]:
     """A hash of each beginning of `ids` that is whole blocks, the shortest first."""
     beginning = 0
     for end in range(_BLOCK, len(ids) + 1, _BLOCK):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.load import load_config
-from pipelinerl.experiments.compare.limit import LIMIT, Costs, core_seconds, costs_of, limit_s
+from pipelinerl.experiments.compare.limit import LIMIT, WorkCosts, core_seconds, costs_of, limit_s
 from pipelinerl.experiments.planner import scenario, simulate
 from pipelinerl.metrics.records import StepRecord, TimelineRecord
 from pipelinerl.report.series import RunRecords
@@ -57,7 +57,7 @@ def test_each_core_second_has_one_cause() -> None:
         if 1.0 <= before.time_s < 11.0:
             tokens, more_s = tokens + sampled, more_s + spent_s - sampled * FULL_S
     assert full_s == pytest.approx([FULL_S] * len(full_s))
-    assert costs == pytest.approx(Costs(FULL_S, 4 * 0.5 / (4 * 50)))
+    assert costs == pytest.approx(WorkCosts(FULL_S, 4 * 0.5 / (4 * 50)))
 
     trained = 4 * 8 * 5.5
     found = core_seconds(run, costs, CORES)
@@ -127,7 +127,7 @@ def test_the_speed_up_of_simulated_rounds_is_known(longest: int) -> None:
     assert time_s == pytest.approx(10 * round_s)
     perfect_s = (G * tokens * SIMULATED.decode_step_s[16] / 16 + G * training_s) / 2
 
-    costs = Costs(SIMULATED.decode_step_s[16] / 16, training_s / (tokens + B * PROMPT))
+    costs = WorkCosts(SIMULATED.decode_step_s[16] / 16, training_s / (tokens + B * PROMPT))
     assert time_s / limit_s(steps, costs, 2) == pytest.approx(round_s / perfect_s)
     pipeline_s, steps = simulated(PipelineSchedule(B, None, stock=2 * B), longest)
     share = limit_s(steps, costs, 2) / pipeline_s
