@@ -130,6 +130,16 @@ def _cell(value: object) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
+def measuring_options(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """The options of a benchmark in this process, which gets the threads. `name`: of its result file, if not given."""
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", help=f"name of the result file (default: {name})")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    return options
+
+
 def settings_of(options: argparse.Namespace) -> Record:
     """Command-line options, in the form stored in results."""
     return {key: _shown(value) if isinstance(value, Path) else value for key, value in vars(options).items()}

@@ -20,7 +20,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -175,11 +174,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32, help="longest answer")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="delta", help="name of the result file")
-    parser.add_argument("--results", type=Path, default=common.RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.measuring_options(parser, "delta")
     machine_before = common.machine()
     records: list[Record] = []
     for path in options.models:
@@ -190,7 +185,7 @@ def main() -> None:
                     records.append(record)
                     print(record, flush=True)
     common.write_results(
-        options.name,
+        options.name or "delta",
         settings={**common.settings_of(options), "models": [common.model_label(path) for path in options.models]},
         machine_before=machine_before,
         records=records,

@@ -14,7 +14,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -174,11 +173,7 @@ def main() -> None:
     parser.add_argument("--most-steps", type=int, default=1000, help="decode steps per repetition beside the products")
     parser.add_argument("--device", default="cpu", help="torch device of all systems, such as cuda")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="name of the result file (default: engine-MODEL)")
-    parser.add_argument("--results", type=Path, default=common.RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.measuring_options(parser, "engine-MODEL")
     torch.manual_seed(0)
     machine_before = common.machine()
     records: list[Record] = []

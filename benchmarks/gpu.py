@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks import common
+from benchmarks import common, shared_prompts
 from benchmarks.common import Record
 from benchmarks.trainer import make_samples
 from pipelinerl.config.schema import TrainerConfig
@@ -271,6 +271,35 @@ def _train(options: argparse.Namespace, *, compiled: bool) -> Record:
     return {"runner": learner.runner, "step_s": step_s, "tokens_per_s": tokens / step_s, "flop_per_s": flop / step_s}
 
 
+def shared(options: argparse.Namespace) -> list[Record]:
+    """Optimizer steps on groups of 16: prompts that go through the model once, compared with once for each attempt.
+
+    A workload is `PROMPT:ANSWER` tokens. The last one has a very long prompt and hundreds of short answers: attention copies
+    the prompt's keys and values for each of them, one layer at a time.
+    """
+    records: list[Record] = []
+    tiny = options.size == "tiny"
+    for workload in ("40:4", "20:20") if tiny else ("1000:100", "500:500", "100:900", "4000:8"):
+        many = workload.endswith(":8")
+        model = make_model(options).train(False)
+        sizes = (512, 512) if many else (32, 16)
+        samples = shared_prompts.make_samples(workload, *sizes, model.config.vocab_size)
+        for least in (None,) if many else (None, 1.0):
+            config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, learning_rate=1e-12)
+            measure = shared_prompts.system(model, config, samples, least)
+            if options.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+            step_s = seconds(options, measure, 1 if tiny or many else 3)
+            memory = 0 if options.device == "cpu" else torch.cuda.max_memory_allocated()
+            record = {"workload": workload, "shared": least is None, **measure()}
+            records.append(record | {"step_s": step_s, "peak_bytes": memory})
+            save(options, records)
+        del model, measure
+        if options.device != "cpu":
+            torch.cuda.empty_cache()
+    return records
+
+
 def update(options: argparse.Namespace) -> list[Record]:
     """An update through shared memory, in one process: sending, verifying, the engine's pause with all slots in use.
 
@@ -469,7 +498,7 @@ def runs(options: argparse.Namespace) -> list[Record]:
 
 
 STEPS: dict[str, Callable[[argparse.Namespace], list[Record]]] = {
-    step.__name__: step for step in (limits, decode, refill, train, update, both, folder, vllm, runs, loop)
+    step.__name__: step for step in (limits, decode, refill, train, shared, update, both, folder, vllm, runs, loop)
 }
 
 
@@ -508,6 +537,10 @@ def table(out: Path) -> list[Record]:
     for r in read(out, "train"):
         share = r["flop_per_s"] / limit["flop_per_s"] if limit else None
         rows.append(_row(f"training {r['runner']}, {r['size']}", f"{r['tokens_per_s']:.0f} tok/s", share, "mfu"))
+    for r in read(out, "shared"):
+        prompt, answer = r["workload"].split(":")
+        what = f"step, prompts of {prompt} and answers of {answer} tokens, {'shared' if r['shared'] else 'separate'}"
+        rows.append({"what": what, "measured": f"{r['step_s']:.2f} s, {r['peak_bytes'] / 1e9:.1f} GB"})
     if updates := read(out, "update"):
         times_s = {part: min(r[part] for r in updates) for part in ("send_s", "poll_s", "pause_s", "host_pause_s")}
         rows += [{"what": f"update: {part[:-2]}", "measured": f"{time_s:.3f} s"} for part, time_s in times_s.items()]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What is to be seen on a machine with a CUDA device, in about ten minutes: the tests that need one, decode against bandwidth,
-# training against the peak, updates, both ends on one GPU, and two runs. Two parts of about five minutes, each of which may be
+# What is to be seen on a machine with a CUDA device, in some twelve minutes: the tests that need one, decode against bandwidth,
+# training against the peak, updates, both ends on one GPU, and two runs. Two parts of about six minutes, each of which may be
 # called alone; every step has a time limit, and what fails does not keep the others from being seen. Ends with a table.
 #   bash benchmarks/gpu.sh FOLDER [part1|part2|vllm|table|all]
 # FOLDER.tgz has the results and logs, without the model. It needs PyTorch for CUDA and this package (`pip install -e .`, or
@@ -31,7 +31,7 @@ step() { # NAME SECONDS COMMAND...: its output in a file
         failed=1
         echo "   FAILED"
     fi
-    tail -n 8 "$out/$name.log"
+    tail -n 14 "$out/$name.log"
     echo "   $((SECONDS - begin)) s"
 }
 measure() { # NAME SECONDS STEP ARGUMENTS...
@@ -43,11 +43,12 @@ part1() { # exact, and how fast is the engine
     measure limits 90 limits
     step tests 180 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider -k "not learns"
     measure decode 150 decode
-    measure refill 110 refill
+    measure refill 150 refill
     measure update 90 update
 }
 part2() { # the trainer, both ends on one GPU, pipeline against conventional, and the demo
     measure train 120 train
+    measure shared 90 shared
     measure both 100 both
     measure folder 60 folder
     if command -v nvidia-cuda-mps-control > /dev/null; then

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -65,11 +64,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also with compiled layers (trainer.compile)")
     parser.add_argument("--lora", action="store_true", help="adapters, so that the head is frozen")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="name of the result file (default: head-MODEL)")
-    parser.add_argument("--results", type=Path, default=common.RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.measuring_options(parser, "head-MODEL")
     machine_before = common.machine()
     lora = LoraConfig() if options.lora else None
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -71,16 +70,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--elements", type=int, default=3_000_000, help="approximate number of logits per repetition")
     parser.add_argument("--device", default="cpu", help="torch device, such as cuda")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="sampler", help="name of the result file")
-    parser.add_argument("--results", type=Path, default=common.RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.measuring_options(parser, "sampler")
     machine_before = common.machine()
     records = [record for shape in SHAPES for record in measure(options, *shape)]
     settings = common.settings_of(options)
     common.write_results(
-        options.name,
+        options.name or "sampler",
         settings=settings,
         machine_before=machine_before,
         records=records,

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from benchmarks import common
 from benchmarks.common import Record
@@ -149,11 +148,7 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=16, help="attempts of a group (K)")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="name of the result file (default: shared-prompts-MODEL)")
-    parser.add_argument("--results", type=Path, default=common.RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.measuring_options(parser, "shared-prompts-MODEL")
     machine_before = common.machine()
     config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens, learning_rate=1e-12)
     model = make_model(options.model)

@@ -14,7 +14,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,11 +167,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=6)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="name of the result file (default: trainer-MODEL)")
-    parser.add_argument("--results", type=Path, default=common.RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = common.measuring_options(parser, "trainer-MODEL")
     machine_before = common.machine()
     config = TrainerConfig(micro_batch_tokens=options.micro_batch_tokens)
     models = [common.fresh_model(options.model) for _ in range(3)]

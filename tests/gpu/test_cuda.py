@@ -16,7 +16,7 @@ import torch
 import pipelinerl
 from pipelinerl.engine import LocalEngine, local
 from pipelinerl.engine.sampler import uniforms
-from pipelinerl.engine.static import StaticEngine
+from pipelinerl.engine.static import StaticEngine, engine_for
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
 from pipelinerl.hub.hub import DirectMessages
@@ -27,9 +27,11 @@ from pipelinerl.models.loading import Float32Head
 from pipelinerl.models.packed import PackedRow, training_forward
 from pipelinerl.models.state import checksum, device_checksum, device_digests_of, digests_of, named_weights
 from pipelinerl.models.varlen import attention_of, varlen_reference
+from pipelinerl.types import Segment
 from pipelinerl.weights.delta import apply, encode
 from pipelinerl.weights.receiving import SharedWeightReceiver
 from pipelinerl.weights.sending import SharedWeightSender
+from tests.parity import test_engine as parity
 from tests.parity.models import CONFIGS, make_model
 from tests.parity.test_engine import gaps_to_full_forwards, requests
 from tests.unit.engine.engine_parts import request as request_of
@@ -115,6 +117,56 @@ def test_one_call_for_all_sequences_of_a_row_has_the_gradients_of_buckets(
         of_buckets, of_call = (gradients[parameter].float().flatten() for gradients in found)
         similarity = torch.nn.functional.cosine_similarity(of_buckets, of_call, dim=0)
         assert similarity > 0.99, parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "least"),
+    [
+        ("llama", torch.float32, 0.9999),
+        ("llama", torch.bfloat16, 0.99),
+        ("mistral-window", torch.bfloat16, 0.99),
+        ("gemma2", torch.bfloat16, 0.99),  # with soft caps: no kernel
+    ],
+)
+def test_shared_prefixes_have_the_gradients_of_separate_sequences(
+    name: str, dtype: torch.dtype, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "gemma2":
+        monkeypatch.setattr(CONFIGS[name], "head_dim", 16)
+    draw, segments = torch.Generator().manual_seed(3), []
+    for length in (20, 35, 20, 9, 31):
+        turns = [torch.randint(0, test_packed.VOCABULARY, (n,), generator=draw).tolist() for n in (length, 14)]
+        for n in (3, 8, 12):
+            answer = torch.randint(0, test_packed.VOCABULARY, (n,), generator=draw).tolist()
+            ids = (*turns[0], *turns[1], *answer) if n > 3 else (*turns[0], *answer)
+            segments.append(Segment(token_ids=ids, sampled=((len(ids) - n, len(ids)),)))
+    found = []
+    for shared in (0.0, 1.0):
+        model = test_packed.make_model(name).to(dtype).cuda()
+        forward, row = training_forward(model), PackedRow.of(segments, "cuda", least_shared=shared)
+        assert (row.stops_T is None) == (shared == 1.0)
+        logits_PV = forward(row).float()
+        (logits_PV * torch.arange(logits_PV.numel(), device="cuda").cos().view_as(logits_PV)).sum().backward()
+        found.append(test_packed.gradients(model))
+    for parameter in found[0]:
+        of_shared, of_separate = (gradients[parameter].float().flatten() for gradients in found)
+        assert torch.nn.functional.cosine_similarity(of_shared, of_separate, dim=0) > least, parameter
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.3)])
+def test_turns_continue_from_what_rows_hold(dtype: torch.dtype, tolerance: float, kv: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(parity, "TOLERANCE", tolerance)
+    monkeypatch.setattr(parity, "make_model", lambda *named, **seed: make_model(*named, **seed).to(dtype))
+    made = []
+
+    def engine_on_device(model: Any, **settings: Any) -> LocalEngine:
+        made.append(engine_for(model.cuda(), slots=6, max_length=parity.MAX_LENGTH, prefill_tokens=24, **settings))
+        return made[-1]
+
+    monkeypatch.setattr(parity, "engine_of", engine_on_device)
+    parity.test_turns_continue_from_what_rows_hold("qwen3", kv)
+    assert isinstance(made[0], StaticEngine) == (dtype == torch.bfloat16)
 
 
 def test_graphs_give_what_plain_calls_give() -> None:

@@ -95,7 +95,7 @@ def _cpu_s(records: RunRecords, part: str) -> float:
 
 
 def _through_model(steps: Sequence[StepRecord]) -> int:
-    return sum(step.tokens_trained + step.tokens_context for step in steps)
+    return sum(step.tokens_forwarded for step in steps)
 
 
 def _generating_s(record: TimelineRecord) -> float:
