@@ -38,7 +38,7 @@ from pipelinerl.types import ENGINE, ProbeReading, Segment, TrainerProgress, Tra
 
 _log = logging.getLogger(__name__)
 
-POLL_S = 0.002
+POLL_S = 0.01
 
 
 class Trainer:
