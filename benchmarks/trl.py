@@ -2,7 +2,7 @@
 
 python3 -m venv .venv-trl
 .venv-trl/bin/pip install -c constraints.txt torch trl==1.16.0 msgspec xxhash pyyaml rich matplotlib
-.venv/bin/python -m benchmarks.trl            # about 20 minutes; writes results/trl/
+.venv/bin/python -m benchmarks.trl            # about 40 minutes; writes results/trl/
 
 Both start from the same weights and get the same problems in the same order: 16 attempts at each of 16 problems per step,
 all tokens at temperature 1, at most 240 per answer, scored by the same function; the demo's settings of AdamW, 140 steps,
@@ -135,13 +135,18 @@ def run_trl(folder: Path, *, seed: int, steps: int, threads: int, rows: int, con
 
 def start_trl(python: Path, folder: Path, **settings: object) -> dict[str, Any]:
     """Train in a separate process, with the packages of `python` and this package from source."""
-    folder.mkdir(parents=True)
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": str(settings["threads"])}
     command = [str(python), "-m", "benchmarks.trl", "--worker", json.dumps({"folder": str(folder), **settings})]
-    with (folder / "log.txt").open("w") as log:
-        ended = subprocess.run(command, cwd=ROOT, env=os.environ | paths, stdout=log, stderr=subprocess.STDOUT, check=False)
-    if ended.returncode:
-        raise SystemExit(f"TRL failed; see {folder / 'log.txt'}:\n{(folder / 'log.txt').read_text()[-2000:]}")
+
+    def work() -> None:
+        folder.mkdir(parents=True)
+        with (folder / "log.txt").open("w") as log:
+            to_log: Any = {"stdout": log, "stderr": subprocess.STDOUT}
+            ended = subprocess.run(command, cwd=ROOT, env=os.environ | paths, check=False, **to_log)
+        if ended.returncode:
+            raise SystemExit(f"TRL failed; see {folder / 'log.txt'}:\n{(folder / 'log.txt').read_text()[-2000:]}")
+
+    once(folder, work)
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     times = {step["step"]: step["time_s"] for step in steps}
     return {
@@ -165,7 +170,7 @@ def start_ours(folder: Path, *, seed: int, steps: int, every: int, settings: Map
     flags |= {"evaluation.problems": 0, "run_dir": folder, "metrics.view": "none", **settings}
     code = "import sys; from pipelinerl.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "train", *(str(part) for key in flags for part in (f"--{key}", flags[key]))]
-    subprocess.run(command, check=True, cwd=ROOT)
+    once(folder, lambda: subprocess.run(command, check=True, cwd=ROOT))
     records = read_run(folder)
     begin_s, steps_done = records.begin_s, records.steps
     times = {step.version: step.time_s - begin_s for step in steps_done}
@@ -179,6 +184,15 @@ def start_ours(folder: Path, *, seed: int, steps: int, every: int, settings: Map
             step: (times[step], folder / "checkpoints" / f"step_{step:08d}") for step in range(every, steps + 1, every)
         },
     }
+
+
+def once(folder: Path, work: Callable[[], object]) -> None:
+    """Have `work` fill the folder, unless it did so in an earlier call that was interrupted later."""
+    finished = folder.with_suffix(".finished")
+    if not finished.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        work()
+        finished.touch()
 
 
 def try_settings(
@@ -256,9 +270,10 @@ def main() -> None:
     parser.add_argument("--trial-steps", type=int, default=6, help="steps of a trial of TRL's settings, 3 or more (6)")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints (20)")
     parser.add_argument("--problems", type=int, default=512, help="held-out problems (512)")
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--target", type=float, default=0.9, help="reward to reach (0.9)")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "trl")
+    parser.add_argument("--runs", type=Path, help="where runs are kept, so that the same command can continue")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -267,7 +282,7 @@ def main() -> None:
         return
     machine_before, threads = common.machine(), len(os.sched_getaffinity(0))
     python, steps, every = options.trl_python, options.steps, options.every
-    runs = Path(tempfile.mkdtemp(prefix="trl-"))
+    runs = options.runs or Path(tempfile.mkdtemp(prefix="trl-"))
 
     def try_trl(number: int, candidate: Mapping[str, Any]) -> Mapping[str, Any]:
         folder = runs / f"trial-{number}"
