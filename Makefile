@@ -60,7 +60,7 @@ lock: install
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --durations=50
 
 demo: $(BASE)
-	$(BIN)/pipelinerl train
+	$(BIN)/pipelinerl train --engine.processes 2
 
 test: install
 	$(PYTEST)
