@@ -24,6 +24,7 @@ ELSEWHERE = {
     "pipeline_rl_in_one_file.py": "tests/unit/test_one_file.py",
     "expressions.py": "tests/unit/environments/test_env_countdown.py",
     "live_plot.ipynb": "tests/integration/test_python_api.py",
+    "tinker_loop.py": "tests/integration/test_tinker.py",
 }
 """Examples without a run file, and the tests that run them."""
 SHORT = {"trainer__steps": 1, "trainer__batch_size": 8, "trainer__warmup_steps": 0, "evaluation__problems": 1}

@@ -68,6 +68,8 @@ def add_to(commands: Commands) -> None:
     text = f"directory that weight updates may be read from; may be repeated (default: {SHARED_MEMORY})"
     flag("--weights-dir", type=Path, action="append", metavar="DIR", help=text)
     flag("--max-queue", type=at_least(0), default=256, metavar="N", help="requests that may wait for a slot (default: 256)")
+    text = "serve the Tinker API instead: clients train LoRA adapters; DIR keeps what they save (extra `tinker`)"
+    flag("--train", type=Path, metavar="DIR", help=text)
     flag("--ready-file", type=Path, metavar="FILE", help='file to write once the server listens: {"url": ..., "pid": ...}')
     text = "seconds that open requests have to finish when the server is stopped (default: 30)"
     flag("--drain-s", type=at_least(0, float), default=30.0, metavar="S", help=text)
@@ -132,7 +134,7 @@ def run_train(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def run_serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    require("serve", "pipelinerl serve")
+    require(*(("serve", "pipelinerl serve") if options.train is None else ("tinker", "pipelinerl serve --train")))
     from pipelinerl.serving.server.run import ServeOptions, serve  # noqa: PLC0415 - only here
 
     base = RunConfig(model=ModelConfig(path=options.model), engine=EngineConfig(slots=SERVE_SLOTS))
@@ -143,11 +145,12 @@ def run_serve(options: argparse.Namespace, settings: Sequence[str]) -> int:
             engine=config.engine,
             name=options.served_name or options.model,
             listen=(options.host, options.port),
-            api_key=api_key_from(options.api_key_env),
+            api_key=api_key_from(options.api_key_env or ("TINKER_API_KEY" if options.train is not None else None)),
             max_queue=options.max_queue,
             weight_directories=tuple(options.weights_dir or [SHARED_MEMORY]),
             drain_s=options.drain_s,
             ready_file=options.ready_file,
+            train=options.train,
         )
     )
 

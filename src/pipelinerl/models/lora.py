@@ -6,8 +6,9 @@ Engines need no support for it: they get W + scale * B A under the names that th
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_checksum"
+_NAME = "default"
+Adapter = Mapping[str, tuple[nn.Parameter, nn.Parameter, float]]
+"""A, B and the scale of each layer, by its path: an adapter beside the one that the model computes with."""
 
 
 class LoraModel:
@@ -57,19 +61,40 @@ class LoraModel:
         self.layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLinear)}
 
     @torch.no_grad()
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, adapter: Adapter | None = None) -> dict[str, Tensor]:
         """All weights of the model by the names that they have without adapters; adapters are merged into linear layers.
 
-        Merged weights are new tensors, in the type of the model's weights; the model is not changed.
+        Merged weights are new tensors, in the type of the model's weights; the model is not changed. `adapter`: instead of
+        the one in use; one without layers gives the model's own weights.
         """
         found = {
             name.replace(".base_layer.", "."): weight
             for name, weight in named_weights(self.model).items()
             if ".lora_" not in name
         }
+        adapter = {path: layer.adapter() for path, layer in self.layers.items()} if adapter is None else adapter
         return found | {
-            f"{path}.weight": merge(layer.base_layer.weight, *layer.adapter()) for path, layer in self.layers.items()
+            f"{path}.weight": merge(self.layers[path].base_layer.weight, *matrices) for path, matrices in adapter.items()
         }
+
+    def new_adapter(self, rank: int, alpha: float, *, seed: int) -> Adapter:
+        """Another adapter for the same layers. As in peft, A is uniform in +-1 / sqrt(I), drawn from `seed`, and B is 0."""
+        generator, adapter = torch.Generator().manual_seed(seed), {}
+        for path, layer in self.layers.items():
+            a_rI, b_Or, _ = layer.adapter()
+            bound = 1 / math.sqrt(a_rI.shape[1])
+            drawn_rI = torch.empty(rank, a_rI.shape[1]).uniform_(-bound, bound, generator=generator)
+            zeros_Or = b_Or.new_zeros(b_Or.shape[0], rank)
+            adapter[path] = nn.Parameter(drawn_rI.to(a_rI)), nn.Parameter(zeros_Or), alpha / rank
+        return adapter
+
+    def use(self, adapter: Adapter) -> None:
+        """Compute with `adapter` from now on: its matrices are the model's trainable parameters, under the same names."""
+        for path, layer in self.layers.items():
+            layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight, scale = adapter[path]
+            layer.scaling[_NAME] = scale
+        rank = len(layer.lora_A[_NAME].weight)
+        self._peft.peft_config[_NAME].r, self._peft.peft_config[_NAME].lora_alpha = rank, scale * rank
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -85,7 +110,11 @@ class LoraModel:
     def save_pretrained(self, folder: Path) -> None:
         """Write the merged model in transformers' format and, in `ADAPTER_FOLDER`, the adapter in peft's format."""
         self.model.save_pretrained(folder, state_dict=self.weights())
-        config = copy.copy(self._peft.peft_config["default"])
+        self.save_adapter(folder)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write only the adapter in use."""
+        config = copy.copy(self._peft.peft_config[_NAME])
         config.inference_mode = True  # as peft writes it: the adapter is loaded frozen by default
         config.save_pretrained(folder / ADAPTER_FOLDER)
         metadata = {"format": "pt", _BASE: self._base_checksum}
@@ -180,7 +209,7 @@ class LoraLinear(peft.tuners.lora.Linear):  # type: ignore[misc]
             output = _MergedLinear.apply(x, base.weight, base.bias, *self.adapter())  # type: ignore[no-untyped-call]
         return output
 
-    def adapter(self) -> tuple[Tensor, Tensor, float]:
+    def adapter(self) -> tuple[nn.Parameter, nn.Parameter, float]:
         (name,) = self.active_adapters
         return self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,10 @@ class Optimizer:
                 master.grad += weight.grad
                 weight.grad = None
 
-    def step(self, *, learning_rate: float, max_grad_norm: float) -> float:
+    def step(self, *, learning_rate: float, max_grad_norm: float, **other: Any) -> float:
         """Clip the gradients to `max_grad_norm`, step, and return the norm before clipping.
+
+        `other`: settings of AdamW for this step and later ones, `betas`, `eps` or `weight_decay`.
 
         Raises TrainingDivergedError if the norm is not finite (the weights are then unchanged), or if a weight is not finite
         after the step.
@@ -72,7 +75,7 @@ class Optimizer:
             )
         nn.utils.clip_grads_with_norm_(list(self._masters.values()), max_grad_norm, norm)
         for group in self._adam.param_groups:
-            group["lr"] = learning_rate
+            group.update(other, lr=learning_rate)
         self._adam.step()
         with torch.no_grad():
             for name, master in self._masters.items():

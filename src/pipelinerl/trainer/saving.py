@@ -60,11 +60,11 @@ def write_checkpoint(
     Both raise CheckpointError if it can't be written (full disk, no permission); existing checkpoints are then unchanged.
     """
     hidden, target = _model_written(directory, state.version, model, tokenizer, check)
-    with _removed_on_failure(hidden, target):
+    with removed_on_failure(hidden, target):
         optimizer(hidden)
 
     def finish() -> Path:
-        with _removed_on_failure(hidden, target):
+        with removed_on_failure(hidden, target):
             write_state(hidden, state)
             records = (*directory.parent.glob("*.jsonl"), *directory.parent.glob("rollouts/*.jsonl"))
             for path in (*records, *directory.parent.glob("rollouts"), directory.parent):
@@ -85,7 +85,7 @@ def save_weights(
     `load_checkpoint` verifies it like a checkpoint. Raises CheckpointError if it can't be written.
     """
     hidden, target = _model_written(directory, version, model, tokenizer, check)
-    with _removed_on_failure(hidden, target):
+    with removed_on_failure(hidden, target):
         write_state(hidden, CheckpointState(version=version))
         install(hidden, target)
     return target
@@ -103,7 +103,7 @@ def _model_written(
 
     target = directory / f"step_{version:08d}"
     hidden = directory / f"{HIDDEN}{target.name}-{secrets.token_hex(4)}"
-    with _removed_on_failure(hidden, target), quiet(), ExitStack() as stack:
+    with removed_on_failure(hidden, target), quiet(), ExitStack() as stack:
         directory.mkdir(exist_ok=True)  # a run directory that was removed stays so
         hidden.mkdir()
         check()
@@ -115,7 +115,7 @@ def _model_written(
 
 
 @contextmanager
-def _removed_on_failure(hidden: Path, target: Path) -> Iterator[None]:
+def removed_on_failure(hidden: Path, target: Path) -> Iterator[None]:
     """Delete the hidden folder if what is inside fails. Raises CheckpointError."""
     try:
         yield

@@ -48,6 +48,10 @@ _LONG_TEXT = 20_000
 
 def app_of(service: Service) -> Starlette:
     """The endpoints of a service."""
+    if service.loaded.learner is not None:
+        from pipelinerl.serving.server.tinker.routes import TinkerService  # noqa: PLC0415 - few servers train
+
+        return application(TinkerService(service, service.loaded.learner).routes())
     return application([*service.routes(), *api_routes("/v1", partial(respond, service))])
 
 

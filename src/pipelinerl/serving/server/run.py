@@ -39,7 +39,8 @@ POLL_EVERY_S = 0.02
 class ServeOptions:
     """`engine`: only the keys of the embedded engine are used. `name`: the model's name in OpenAI's API and the engine's
     name in receipts. `listen`: host and port, 0: any free port. `tls`: PEM files of a certificate and its key. `drain_s`:
-    how long requests in progress may take when the server is stopped.
+    how long requests in progress may take when the server is stopped. `train`: serve the Tinker API instead, and keep what
+    its clients save in this folder.
     """
 
     model: ModelConfig
@@ -52,6 +53,7 @@ class ServeOptions:
     weight_directories: Sequence[Path] = (SHARED_MEMORY,)
     drain_s: float = 30.0
     ready_file: Path | None = None
+    train: Path | None = None
 
     def check(self) -> None:
         """Raises UserError for an address that is invalid, or that other machines can reach without a key."""
@@ -65,6 +67,11 @@ class ServeOptions:
             raise UserError(
                 f"--host {host} can be reached by others: name an environment variable with a key that clients must send "
                 "(--api-key-env NAME), or listen on 127.0.0.1"
+            )
+        if self.train is not None and not (self.api_key or "").startswith("tml-"):
+            raise UserError(
+                "--train: the key of a Tinker server begins with tml-, since its clients' SDK sends no others: for instance "
+                "export TINKER_API_KEY=tml-$(openssl rand -hex 16), for the server and its clients"
             )
         for directory in self.weight_directories:
             if not directory.is_dir() and directory != SHARED_MEMORY:

@@ -105,6 +105,11 @@ class ServedEngine:
     # ---- requests
 
     @property
+    def most_requests(self) -> int:
+        """How many requests may be open."""
+        return self._engine.slots + self._max_queue
+
+    @property
     def open_requests(self) -> int:
         """Number of requests that were submitted and have not ended."""
         return len(self._open)
@@ -119,7 +124,7 @@ class ServedEngine:
             raise RefusedError("unavailable", self.refusing)
         if request.id in self._open:
             raise RequestError(f"request {request.id!r} is already in the engine; give each request a unique id")
-        if len(self._open) >= self._engine.slots + self._max_queue:
+        if len(self._open) >= self.most_requests:
             raise RefusedError(
                 "overloaded",
                 f"{self._engine.slots} requests are in progress and {self._max_queue} wait, the most that this server "

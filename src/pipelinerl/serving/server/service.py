@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from torch import Tensor
 
+from pipelinerl.config.schema import TrainerConfig
 from pipelinerl.engine import LocalEngine
 from pipelinerl.errors import RequestError, WeightUpdateError
 from pipelinerl.interfaces import Tokenizer, WeightUpdate
@@ -52,12 +53,13 @@ from pipelinerl.types import GenerationRequest, Segment, UpdateReceipt
 
 if TYPE_CHECKING:
     from pipelinerl.serving.server.run import ServeOptions
+    from pipelinerl.serving.server.tinker.learner import AdapterLearner
     from pipelinerl.trainer.logprobs import FrozenModelScorer
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in an engine. `weights`: the engine's own tensors by name."""
+    """A model in an engine. `weights`: the engine's own tensors by name. `learner`: a Tinker server's; has another copy."""
 
     engine: LocalEngine
     model: Any
@@ -65,6 +67,7 @@ class LoadedModel:
     weights: Mapping[str, Tensor]
     vocabulary: int
     stop_token_ids: tuple[int, ...]
+    learner: AdapterLearner | None = None
 
 
 def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, flatten: bool = True) -> LoadedModel:
@@ -73,8 +76,8 @@ def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, fla
     Raises ModelLoadError and UnsupportedModelError.
     """
     wanted = options.engine
-    if wanted.threads is not None:
-        torch.set_num_threads(wanted.threads)
+    if wanted.threads is not None or options.train is not None:  # engine and learner share the cores
+        torch.set_num_threads(wanted.threads or max(1, torch.get_num_threads() // 2))
     tokenizer = tokenizer or load_tokenizer(options.model)
     model = model or load_model(options.model, wanted.device)
     engine = LocalEngine(
@@ -86,6 +89,12 @@ def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, fla
         name=options.name,
         flatten=flatten,
     )
+    learner = None
+    if options.train is not None:
+        from pipelinerl.serving.server.tinker.learner import AdapterLearner  # noqa: PLC0415 - few servers train
+
+        trainer = TrainerConfig(device=wanted.device)
+        learner = AdapterLearner(load_model(options.model, wanted.device), options.train, trainer)
     return LoadedModel(
         engine=engine,
         model=model,
@@ -93,6 +102,7 @@ def load(options: ServeOptions, model: Any = None, tokenizer: Any = None, *, fla
         weights=named_weights(model),
         vocabulary=model.get_input_embeddings().weight.shape[0],
         stop_token_ids=stop_token_ids(model, tokenizer, wanted.max_length),
+        learner=learner,
     )
 
 
@@ -181,7 +191,7 @@ class Service:
         self.engine = ServedEngine(loaded.engine, options.max_queue, lambda: checksum(loaded.weights))
         self.updates = WeightUpdates(self.engine, loaded.weights, options.weight_directories)
         self._created = int(time.time())
-        self._model = options.model.path
+        self.model_path = options.model.path
         self._instance = secrets.token_hex(8)
         self._vocabulary = vocabulary_digest(loaded.tokenizer)
         self._scorer: FrozenModelScorer | None = None
@@ -203,7 +213,7 @@ class Service:
             ServerInfo(
                 instance=self._instance,
                 name=self.name,
-                model=self._model,
+                model=self.model_path,
                 slots=self.loaded.engine.slots,
                 max_length=self.loaded.engine.max_length,
                 vocabulary=self.loaded.vocabulary,
@@ -241,11 +251,11 @@ class Service:
         wanted = decoded(await body_of(request), ScoreRequest)
         for segment in wanted.segments:
             check_score(segment, self.loaded.vocabulary, self.loaded.engine.max_length)
-        scores = self.engine.between_steps(lambda: self._scores(wanted.segments))
+        scores = self.engine.between_steps(lambda: self.scores(wanted.segments))
         return answer_of(Scores(await unless_gone(request, scores)))
 
-    def _scores(self, segments: Sequence[Segment]) -> list[list[float]]:
-        """Computed with the trainer's attention; the engine's is in place again afterwards."""
+    def scores(self, segments: Sequence[Segment]) -> list[list[float]]:
+        """Computed in the engine's thread with the trainer's attention; the engine's is in place again afterwards."""
         model = self.loaded.model
         own = model.config._attn_implementation
         try:
