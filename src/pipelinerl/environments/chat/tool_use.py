@@ -123,8 +123,20 @@ async def _result(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]
         text = f"Error: {error}"
     except Exception as error:  # noqa: BLE001 - a failing tool, or a result that is not JSON, is shown to the model
         text = f"Error: {type(error).__name__}: {error}"
+    return shortened(text), failed
+
+
+def shortened(text: str) -> str:
+    """A result as the model is shown it."""
     left_out = len(text) - MAX_RESULT
-    return text if left_out <= 0 else f"{text[:MAX_RESULT]}... ({left_out} more characters)", failed
+    return text if left_out <= 0 else f"{text[:MAX_RESULT]}... ({left_out} more characters)"
+
+
+def texts_of(content: Sequence[Mapping[str, Any]]) -> str:
+    """What the model is shown of a result by the Model Context Protocol: its texts."""
+    texts = [block.get("text", (block.get("resource") or {}).get("text")) for block in content]
+    kinds = [f"({block['type']} that can't be shown)" for block in content]
+    return "\n".join(kind if text is None else text for kind, text in zip(kinds, texts, strict=True))
 
 
 def require_chat(tokenizer: Tokenizer, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Tasks from a file of examples, user functions that compute rewards, and perhaps user functions as tools.
+"""Tasks from a file of examples, user functions that compute rewards, and perhaps tools: user functions, and MCP servers'.
 
 A function is called in a process of the pool. An `async def` function, such as a judge behind an API, runs in the event loop
 of the generation process instead, where many of its calls can wait at the same time.
@@ -24,8 +24,10 @@ from pipelinerl.environments.options import Files, QuestionOptions, QuestionTask
 from pipelinerl.environments.prompts import with_system, wrong_chat
 from pipelinerl.environments.single_turn import Score
 from pipelinerl.environments.user.code import TOTAL, is_unreachable, score_of
+from pipelinerl.environments.user.mcp_servers import McpServer, McpTools
 from pipelinerl.environments.user.pool import CALL_ENDED, FunctionPool, Limits, retried
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
+from pipelinerl.extras import require
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.models.encoding import Message
 from pipelinerl.types import Problem, Rollout, Turn, finite
@@ -137,13 +139,15 @@ class Function(ProblemSet, QuestionTask):
         others = {GROUP_REWARD: options.group_reward} if options.group_reward else {}
         self._functions = Functions(specs | others, options)
         self.costs = self._functions.any_async
-        pooled = self._functions.any_pooled or (options.isolate and isinstance(options, ToolsOptions))
+        pooled = self._functions.any_pooled or (options.isolate and bool(getattr(options, "functions", ())))
+        served = bool(getattr(options, "mcp_servers", ()))
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
-        if not self._functions.any_async:
+        if not self._functions.any_async and not served:
             options.refuse_without_effect("no function is `async def`", "concurrency")
-            if not pooled:
-                options.refuse_without_effect("calls in this process have no limits", "timeout_s", "ended_reward")
+        if not self._functions.any_async and not pooled:
+            limits = ("ended_reward",) if served else ("timeout_s", "ended_reward")
+            options.refuse_without_effect("calls in this process have no limits", *limits)
 
     def prompt(self, problem: Problem) -> Prompt:
         if self._prompt_function is None:
@@ -228,14 +232,25 @@ class Function(ProblemSet, QuestionTask):
 
 
 class ToolsOptions(FunctionOptions, frozen=True):
-    functions: str | Annotated[list[str], Field(min_length=1)]
-    """The tools, described to the model by their type hints and docstrings. The limits of calls also apply to them."""
+    functions: str | list[str] = ""
+    """User functions as tools, described to the model by their type hints and docstrings. The limits of calls also apply to
+    them."""
+    mcp_servers: dict[str, McpServer] | None = None
+    """Servers with tools, by name: `{calculator: {command: python, args: [server.py]}, search: {url: "https://..."}}`
+    (extra `mcp`). `timeout_s`, `retries` and `concurrency` also apply to their calls."""
     max_turns: Count = 6
     """Turns of the model, including the answer."""
 
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if not self.functions and not self.mcp_servers:
+            raise EnvironmentSetupError("environment.args of tools: give `functions`, `mcp_servers` or both")
+        for name, server in (self.mcp_servers or {}).items():
+            server.check(f"environment.args.mcp_servers.{name}")
+
 
 class Tools(Function):
-    """A `Function` whose model may call user functions before it answers; the reward judges the last turn's text.
+    """A `Function` whose model may call tools before it answers; the reward judges the last turn's text.
 
     If a tool raises an error or exceeds a limit, the model is shown it.
     """
@@ -248,22 +263,20 @@ class Tools(Function):
         super().__init__(tokenizer, seed, **args)
         options = ToolsOptions.read(args)
         self._max_turns = options.max_turns
-        specs = listed(options.functions)
+        specs = listed(options.functions) if options.functions else []
         self._tools = [tool_of(find_function(spec)) for spec in specs]
+        if specs and options.isolate:
+            pool = options.pool({tool.name: spec for tool, spec in zip(self._tools, specs, strict=True)})
+            self._tools = [tool._replace(call=functools.partial(_call_in_pool, pool, tool.name)) for tool in self._tools]
+        if options.mcp_servers:
+            require("mcp", "environment.args.mcp_servers")
+            limits = {name: getattr(options, name) for name in ("timeout_s", "retries", "concurrency")}
+            self._tools += McpTools(options.mcp_servers, **limits).tools
         names = [tool.name for tool in self._tools]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise EnvironmentSetupError(f"environment.args.functions has two tools called {repeated[0]!r}: rename one")
-        if not options.isolate:
-            return
-        pool = options.pool(dict(zip(names, specs, strict=True)))
-
-        async def call_in_pool(name: str, arguments: dict[str, Any]) -> Any:
-            try:
-                return await pool.call(name, **arguments)
-            except (*CALL_ENDED, ConnectionError, RuntimeError, RolloutError) as error:
-                raise ToolError(re.sub(rf"^{name}( \(\S*\))?:? ", "", str(error))) from None
-
-        self._tools = [tool._replace(call=functools.partial(call_in_pool, tool.name)) for tool in self._tools]
+            raise EnvironmentSetupError(
+                f"environment.args has two tools called {repeated[0]!r}: rename one, or choose other `tools` of its server"
+            )
 
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         prompt = self.prompt(problem)
@@ -273,3 +286,11 @@ class Tools(Function):
             return await self._score(problem, answer), None
 
         return await use_tools(self, client, messages, self._tools, max_turns=self._max_turns, judge=judge)
+
+
+async def _call_in_pool(pool: FunctionPool, name: str, arguments: dict[str, Any]) -> Any:
+    """Raises ToolError for what the model is shown."""
+    try:
+        return await pool.call(name, **arguments)
+    except (*CALL_ENDED, ConnectionError, RuntimeError, RolloutError) as error:
+        raise ToolError(re.sub(rf"^{name}( \(\S*\))?:? ", "", str(error))) from None
