@@ -23,6 +23,7 @@ RUN_FILES = sorted(path.name for path in ROOT.glob("examples/*.yaml"))
 ELSEWHERE = {
     "pipeline_rl_in_one_file.py": "tests/unit/test_one_file.py",
     "expressions.py": "tests/unit/environments/test_env_countdown.py",
+    "harbor_agent.py": "tests/integration/test_harbor.py",
     "live_plot.ipynb": "tests/integration/test_python_api.py",
     "tinker_loop.py": "tests/integration/test_tinker.py",
 }
@@ -35,9 +36,11 @@ OWN = {
     "agent.yaml": {},
     "apart.yaml": {"launch__kind": "processes", **SHORT_ANSWERS},
     "distill.yaml": {"trainer__teacher": "demo", **SHORT_ANSWERS},
+    "openenv.yaml": {},
     "slow_judge.yaml": {"environment__args__median_s": 0.01, "engine__processes": 1, **SHORT_ANSWERS},
     "tools.yaml": {},
     "tools_agent.yaml": {},
+    "tools_mcp.yaml": {},
     **{name: OF_RANDOM_WEIGHTS for name in RUN_FILES if "smollm2" in (ROOT / "examples" / name).read_text()},
 }
 EXHAUSTIVE = {
@@ -45,6 +48,8 @@ EXHAUSTIVE = {
     "smollm2_sums.yaml": "importing reasoning-gym takes seconds",
     "verifiers_env.yaml": "importing verifiers takes seconds",
 }
+NEEDED = {"openenv.yaml": "openenv", "tools_mcp.yaml": "mcp_types"}
+"""Packages that not every environment for tests has."""
 CLUSTERS = {"cluster.yaml": "tests/integration/test_ray.py runs the same parts on a cluster"}
 
 
@@ -76,6 +81,7 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUN_FILES if name not in CLUSTERS])
 def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> None:
+    pytest.importorskip(NEEDED.get(name, "pipelinerl"))
     own = ["--trainer.teacher", "demo"] if name == "distill.yaml" else []
     check_without_running(load_config(f"examples/{name}", ["--run_dir", str(here / "run"), *own]))
 
@@ -90,6 +96,7 @@ def test_a_run_file_passes_the_checks_before_a_run(name: str, here: Path) -> Non
     ],
 )
 def test_a_run_file_trains(name: str, here: Path) -> None:
+    pytest.importorskip(NEEDED.get(name, "pipelinerl"))
     summary = train(load_config(f"examples/{name}", flags(Path("run"), **SHORT, **OWN.get(name, SHORT_ANSWERS))))
     assert (summary["status"], summary["optimizer_steps"]) == ("finished", 1)
     assert summary["rollouts_trained"] == 8

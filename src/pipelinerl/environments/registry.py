@@ -22,6 +22,7 @@ BUILT_IN = {
     "math": "pipelinerl.environments.tasks.maths:Maths",
     "reasoning_gym": "pipelinerl.environments.tasks.reasoning_gym:ReasoningGym",
     "verifiers": "pipelinerl.environments.tasks.verifiers:Verifiers",
+    "openenv": "pipelinerl.environments.tasks.openenv:OpenEnv",
     "mixture": "pipelinerl.environments.mixture:Mixture",
     "function": "pipelinerl.environments.user.function:Function",
     "tools": "pipelinerl.environments.user.function:Tools",
