@@ -41,6 +41,7 @@ OWN = {
     "tools.yaml": {},
     "tools_agent.yaml": {},
     "tools_mcp.yaml": {},
+    "verifiers_env.yaml": {},
     **{name: OF_RANDOM_WEIGHTS for name in RUN_FILES if "smollm2" in (ROOT / "examples" / name).read_text()},
 }
 EXHAUSTIVE = {

@@ -112,7 +112,7 @@ def test_a_command_is_in_the_module_that_the_table_names(module: str) -> None:
         (FIND_CLASSES, HEAVY),
         ("from pipelinerl.files import shared_memory; shared_memory()", {"torch"}),
         ("from pipelinerl.channel import listen; listen().close()", {"torch"}),
-        ("import pipelinerl.environments.tasks.verifiers", {"verifiers"}),
+        ("import pipelinerl.serving.agents.verifiers", {"verifiers"}),
     ],
 )
 def test_code_imports_none_of_these(code: str, absent: set[str]) -> None:

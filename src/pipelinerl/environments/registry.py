@@ -21,7 +21,7 @@ BUILT_IN = {
     "gcd": "pipelinerl.environments.tasks.gcd:Gcd",
     "math": "pipelinerl.environments.tasks.maths:Maths",
     "reasoning_gym": "pipelinerl.environments.tasks.reasoning_gym:ReasoningGym",
-    "verifiers": "pipelinerl.environments.tasks.verifiers:Verifiers",
+    "verifiers": "pipelinerl.serving.agents.verifiers:Verifiers",
     "openenv": "pipelinerl.environments.tasks.openenv:OpenEnv",
     "mixture": "pipelinerl.environments.mixture:Mixture",
     "function": "pipelinerl.environments.user.function:Function",

@@ -282,6 +282,17 @@ class Conversation:
         text = render(self._tokenizer, given, tools, self._options)
         return Prompt(encode_text(self._tokenizer, text), text, given, given, bool(tools), rewritten=before is not None)
 
+    def plain_prompt(self, ids: Sequence[int], text: str = "") -> Prompt:
+        """A prompt that is no chat. It continues the answer with the most ids, if it begins with all ids of one."""
+        given = tuple(ids)
+
+        def known(answer: ChatAnswer) -> int:
+            whole = (*answer.prompt.ids, *answer.completion.token_ids)
+            return len(whole) if given[: len(whole)] == whole else 0
+
+        before = max(self.answers, key=known, default=None)
+        return Prompt(given, text, before=before if before is not None and known(before) else None)
+
     def answer_of(
         self, prompt: Prompt, completion: Completion, text: str | None = None, stop: str | None = None
     ) -> ChatAnswer:

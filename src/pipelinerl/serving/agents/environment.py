@@ -65,9 +65,8 @@ class AgentEnvironment:
         options = AgentOptions.read(args)
         self._function, self._spec = find_function(options.run, allow_async=True), options.run
         self._places = asyncio.Semaphore(options.threads)
-        self._agents_loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(self._function) else None
+        self._agents_loop = loop_in_thread("async agents") if inspect.iscoroutinefunction(self._function) else None
         if self._agents_loop is not None:
-            threading.Thread(target=_keep_running, args=(self._agents_loop,), name="async agents", daemon=True).start()
             weakref.finalize(self, self._agents_loop.call_soon_threadsafe, self._agents_loop.stop)
         self._template_options = check_template_options(tokenizer, options.template_options)
         self._ignore_sampling = options.sampling == "ignore"
@@ -129,6 +128,13 @@ class AgentEnvironment:
                 known = isinstance(error, Exception)
                 why = describe(error, self._spec) if known else f"it raised {type(error).__name__}"
                 raise RuntimeError(f"{self._spec}: {why}") from error
+
+
+def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
+    """An event loop that runs in a new thread until it is stopped."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=_keep_running, args=(loop,), name=name, daemon=True).start()
+    return loop
 
 
 def _keep_running(loop: asyncio.AbstractEventLoop) -> None:

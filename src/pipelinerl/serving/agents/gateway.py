@@ -1,6 +1,7 @@
 """The APIs of OpenAI and Anthropic on the loopback interface, with an address per rollout, and what its agent asks there.
 
     /rollouts/<secret>/v1/chat/completions, /completions, /responses, /messages, /models
+    /rollouts/<secret>/inference/v1/generate                                                  vLLM's, with token ids
 
 One thread reads and writes HTTP. The call itself runs in the event loop of the rollout, between two engine steps.
 """
@@ -19,12 +20,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, Prompt, encode_text
+from pipelinerl.environments.chat.conversation import ChatAnswer, Conversation, encode_text
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.errors import RequestError, RolloutError
 from pipelinerl.interfaces import GenerationClient
 from pipelinerl.serving.server.chat import OTHER_SAMPLING, Answer, AnyBody, ChatBody, StopStrings
-from pipelinerl.serving.server.dialects import Read, api_routes
+from pipelinerl.serving.server.dialects import GENERATE, Read, TokensBody, api_routes, read_tokens, tokens_of
 from pipelinerl.serving.server.http import (
     RefusedError,
     answer_of,
@@ -42,6 +43,8 @@ HOST = "127.0.0.1"
 CLOSE_S = 5.0
 MODEL = "policy"
 """The model's name in responses. Requests may use any name."""
+SESSION_HEADER = "x-session-id"
+"""Says to which of the sessions at one address a request belongs."""
 _REFUSED = "stop_token_ids ignore_eos logprobs return_token_ids return_weight_versions chat_template_kwargs"
 """What only the server supports."""
 
@@ -64,7 +67,7 @@ def check(request: AnyBody, sampling: SamplingParams, *, ignore: bool = False) -
         )
         raise RequestError(f"{name} {given[name]:g}: {why}; leave it out, or set environment.args.sampling: ignore")
     for name in _REFUSED.split():
-        if getattr(request, name, None):
+        if getattr(request, name, None) and not (name == "stop_token_ids" and isinstance(request, TokensBody)):
             raise RequestError(f"{name}: an agent in training can't set it; leave it out")
     if request.most_tokens is not None and request.most_tokens < 1:
         raise RequestError(f"max_tokens {request.most_tokens}: ask for at least 1")
@@ -86,10 +89,18 @@ class AgentSession:
     """
 
     def __init__(
-        self, client: GenerationClient, template_options: Mapping[str, Any] | None = None, *, ignore_sampling: bool = False
+        self,
+        client: GenerationClient,
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        ignore_sampling: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`ignore_sampling`: answer requests with other sampling parameters than the run's, with the run's."""
-        self.loop = asyncio.get_running_loop()
+        """`ignore_sampling`: answer requests with other sampling parameters than the run's, with the run's.
+
+        `loop`: the loop of the rollout, if another thread makes the session.
+        """
+        self.loop = loop or asyncio.get_running_loop()
         self.conversation = Conversation(client, template_options=template_options)
         self.ignored = self.made = 0
         self._client = client
@@ -117,9 +128,10 @@ class AgentSession:
             if isinstance(request, ChatBody):
                 prompt = self.conversation.prompt(request.messages, request.offered_tools)
             elif isinstance(request.prompt, str):
-                prompt = Prompt(encode_text(self._client.tokenizer, request.prompt, special=True), request.prompt)
+                ids = encode_text(self._client.tokenizer, request.prompt, special=True)
+                prompt = self.conversation.plain_prompt(ids, request.prompt)
             else:
-                prompt = Prompt(tuple(request.prompt), "")
+                prompt = self.conversation.plain_prompt(request.prompt)
             answered = self.conversation.answer_of(prompt, *await self._generate(request, prompt.ids))
             self.made += 1
             self.ignored += bool(ignored)
@@ -143,21 +155,25 @@ class AgentSession:
     async def _generate(self, request: AnyBody, prompt_ids: Sequence[int]) -> tuple[Completion, str | None, str | None]:
         """A completion; with a stop string, it ends with the token that completes it, and has the text before it.
 
-        Without one, text and stop string are None. All tokens are trained on: they were sampled.
+        Without one, text and stop string are None. A stop token of the request ends it, too, with the stop string "". All
+        tokens are trained on: they were sampled.
         """
-        most = request.most_tokens
-        if not request.stops:
+        most, ends = request.most_tokens, self._client.sampling.stop_token_ids
+        own_ends = set(request.stop_token_ids or ()) - set(ends)
+        if not (request.stops or own_ends):
             return await self._client.generate(prompt_ids, max_tokens=most), None, None
         text, stop, shown = TextStream(plain_decoder(self._client.tokenizer)), StopStrings(request.stops), ""
         events = self._client.stream(prompt_ids, max_tokens=most)
         async with aclosing(cast("AsyncGenerator[TokenEvent]", events)):
             async for event in events:
-                if event.token_id not in self._client.sampling.stop_token_ids:
+                if event.token_id not in ends:
                     shown += stop.feed(text.feed([event.token_id]))
-                if stop.found is not None:
+                if stop.found is not None or event.token_id in own_ends:
                     break
         (completion,) = (one for one in self._client.completions if one.request_id == event.request_id)
-        return completion, None if stop.found is None else shown, stop.found
+        if stop.found is not None:
+            return completion, shown, stop.found
+        return completion, None, "" if event.token_id in own_ends else None
 
 
 class Gateway:
@@ -167,11 +183,14 @@ class Gateway:
         self._server: uvicorn.Server | None = None
         self._url = ""
         self._thread: threading.Thread | None = None
-        self._sessions: dict[str, AgentSession] = {}
+        self._sessions: dict[str, AgentSession | Mapping[str, AgentSession]] = {}
 
     @contextmanager
-    def serving(self, session: AgentSession) -> Iterator[str]:
-        """The session's base URL, served while inside. Closes the session at the end."""
+    def serving(self, session: AgentSession | Mapping[str, AgentSession]) -> Iterator[str]:
+        """The session's base URL, served while inside. Closes the session at the end.
+
+        Several sessions at one address are told apart by `SESSION_HEADER`. Their owner adds and closes them.
+        """
         self._start()
         secret = secrets.token_urlsafe(16)
         self._sessions[secret] = session
@@ -179,7 +198,8 @@ class Gateway:
             yield f"{self._url}/rollouts/{secret}/v1"
         finally:
             del self._sessions[secret]
-            session.close()
+            if isinstance(session, AgentSession):
+                session.close()
 
     def close(self) -> None:
         """Stop listening. May be called twice."""
@@ -195,15 +215,21 @@ class Gateway:
             return
         listening = listen((HOST, 0))
         self._url = f"http://{HOST}:{listening.getsockname()[1]}"
-        base = "/rollouts/{secret}/v1"
-        app = application([*api_routes(base, self._respond), Route(f"{base}/models", self._models)])
+        top = "/rollouts/{secret}"
+
+        async def generate(request: Request) -> Response:
+            return await self._respond(request, read_tokens)
+
+        routes = [Route(f"{top}/v1/models", self._models), Route(top + GENERATE, generate, methods=["POST"])]
+        app = application([*api_routes(f"{top}/v1", self._respond), *routes])
         self._server = uvicorn.Server(uvicorn_config(app, close_s=1))
         # A daemon thread, so that open requests of agents do not keep the process from exiting.
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="agents' gateway", daemon=True)
         self._thread.start()
 
     async def _models(self, request: Request) -> Response:
-        self._session(request)
+        if request.path_params["secret"] not in self._sessions:
+            raise rollout_ended()
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pipelinerl"}
         return answer_of({"object": "list", "data": [model]})
 
@@ -219,6 +245,7 @@ class Gateway:
             stop=reply.stop,
             prompt_tokens=len(reply.prompt.ids),
             completion_tokens=len(reply.completion.token_ids),
+            beyond=tokens_of(reply.completion) if isinstance(asked.body, TokensBody) else {},
         )
         response = asked.writer(reply.completion.request_id, asked.body.model or MODEL).response(answered)
         with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
@@ -227,6 +254,8 @@ class Gateway:
 
     def _session(self, request: Request) -> AgentSession:
         session = self._sessions.get(request.path_params["secret"])
+        if isinstance(session, Mapping):
+            session = session.get(request.headers.get(SESSION_HEADER, ""))
         if session is None:
             raise rollout_ended()
         return session

@@ -78,12 +78,16 @@ def read_body(data: bytes, body_type: type[BodyT]) -> BodyT:
     """Decode a body. Raises RequestError if it is malformed, or sets a key that is refused."""
     body = decoded(data, body_type)
     for name, value in decoded(data, Json).items():
-        if name not in _REFUSED or name in body_type.__struct_fields__:
-            continue
-        neutral = _REFUSED[name]
-        if value not in _NO_EFFECT and value not in neutral and (value is not False or True in neutral):
-            raise RequestError(f"{name}: this server does not support it; {_HINTS.get(name, 'leave it out')}")
+        if name in _REFUSED and name not in body_type.__struct_fields__:
+            refuse_effect(name, value)
     return body
+
+
+def refuse_effect(name: str, value: object) -> None:
+    """Raises RequestError if a key that is not supported has a value with an effect."""
+    neutral = _REFUSED.get(name, ())
+    if value not in _NO_EFFECT and value not in neutral and (value is not False or True in neutral):
+        raise RequestError(f"{name}: this server does not support it; {_HINTS.get(name, 'leave it out')}")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

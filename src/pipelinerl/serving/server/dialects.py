@@ -1,9 +1,9 @@
-"""OpenAI's Responses API and Anthropic's Messages API, and the routes of all APIs for chats and texts.
+"""OpenAI's Responses API, Anthropic's Messages API, vLLM's API of token ids, and the routes of the APIs below one base URL.
 
     request ──read──▶ ChatBody or CompletionBody ──▶ Answer ──writer──▶ the API's answer
 
-A request of these two is translated into one of Chat Completions. What can't be translated is refused by name. Nothing is
-stored: a request has the whole input. `pipelinerl serve` and the gateway of agents differ in how they get the answer.
+A request of the first two is translated into one of Chat Completions. What can't be translated is refused by name. Nothing
+is stored: a request has the whole input. `pipelinerl serve` and the gateway of agents differ in how they get the answer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from pipelinerl.errors import RequestError
 from pipelinerl.serving.server.chat import (
+    OTHER_SAMPLING,
     WHOLE_INPUT,
     Answer,
     ChatBody,
@@ -28,8 +29,10 @@ from pipelinerl.serving.server.chat import (
     Writer,
     read,
     read_body,
+    refuse_effect,
 )
-from pipelinerl.serving.server.http import server_sent_event
+from pipelinerl.serving.server.http import decoded, server_sent_event
+from pipelinerl.types import Completion
 
 Read = Callable[[bytes], ReadRequest]
 
@@ -356,3 +359,69 @@ class MessagesWriter(Writer):
         usage = {"output_tokens": answer.completion_tokens}
         yield named_event({"type": "message_delta", "delta": ended, "usage": usage})
         yield named_event({"type": "message_stop"})
+
+
+# ---- token ids in, token ids out: vLLM's `POST /inference/v1/generate`, the API of clients that render chats themselves
+
+GENERATE = "/inference/v1/generate"
+"""vLLM has it beside `/v1`, not below."""
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", *OTHER_SAMPLING)
+_NOT_FOR_IDS = """
+    detokenize include_stop_str_in_output output_kind routed_experts_prompt_start skip_special_tokens
+    spaces_between_special_tokens
+"""
+"""Sampling parameters without an effect on the sampled ids."""
+
+
+class TokensBody(CompletionBody, frozen=True, kw_only=True):
+    """A request whose answer is the sampled ids, with log-probs and versions."""
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`cache_salt` and `priority` have no effect: the run decides what a request reads of the cache, and when it starts."""
+
+    token_ids: list[int]
+    sampling_params: Json
+    model: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None  # of the prompt, which the client has
+
+
+def read_tokens(data: bytes) -> ReadRequest:
+    """Raises RequestError for a request that is malformed, or asks for what is not supported."""
+    asked, given = decoded(data, GenerateBody), decoded(data, Json)
+    sampling: Json = asked.sampling_params
+    if sampling.get("logprobs") not in (None, 0, 1):
+        raise RequestError("logprobs: at most 1, because log-probs are of the sampled tokens alone")
+    for fields, known in (
+        (given, GenerateBody.__struct_fields__),
+        (sampling, ("logprobs", *_SAMPLING, *_NOT_FOR_IDS.split())),
+    ):
+        for name in fields.keys() - known:
+            refuse_effect(name, fields[name])
+    taken = {name: sampling[name] for name in _SAMPLING if name in sampling}
+    try:
+        body = msgspec.convert({"model": asked.model, "prompt": asked.token_ids, **taken}, TokensBody)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"sampling_params: {error}") from error
+    return ReadRequest(body, partial(TokensWriter, body))
+
+
+class TokensWriter(Writer):
+    """The ids of an answer are in its `beyond`."""
+
+    def whole(self, answer: Answer) -> Json:
+        choice = {"index": 0, "finish_reason": answer.finish_reason, **answer.beyond}
+        counts = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens}
+        usage = {**counts, "total_tokens": sum(counts.values())}
+        return {"request_id": self.id, "model": self.model, "choices": [choice], "prompt_logprobs": None, "usage": usage}
+
+
+def tokens_of(completion: Completion) -> Json:
+    """The tokens of a completion, in the form of vLLM's choices."""
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    content = [{"token": f"token_id:{token}", "token_id": token, "logprob": logprob} for token, logprob in pairs]
+    spans = [{"version": str(span.version), "start": span.start, "end": span.end} for span in completion.weight_versions]
+    return {"token_ids": completion.token_ids, "logprobs": {"content": content}, "weight_versions": spans}

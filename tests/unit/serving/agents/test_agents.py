@@ -13,17 +13,19 @@ from unittest import mock
 
 import openai
 import pytest
+from transformers import AutoModelForCausalLM
 
 from pipelinerl.actor.client import EngineClient, RolloutClient
 from pipelinerl.actor.failures import Failure
 from pipelinerl.actor.rollouts import attempt
+from pipelinerl.engine import LocalEngine
 from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.serving.agents.environment import AgentEnvironment
 from pipelinerl.serving.agents.gateway import AgentSession, Gateway
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
-from tests.unit.chat_parts import SamplingClient, make_tokenizer
+from tests.unit.chat_parts import SamplingClient, make_tokenizer, write_model
 from tests.unit.environments.env_client import one_line
 from tests.unit.scripted_engine import STOP, CharTokenizer, ScriptedEngine
 
@@ -137,6 +139,138 @@ def test_a_stop_string_cancels_the_request_in_the_engine(tmp_path: Path) -> None
     assert rollout.reward == 12.0
     assert rollout.turns[0].completion.token_ids == tuple(map(ord, "1234"))
     assert engine.cancelled == ["r0.t0"]
+
+
+# ------------------------------------------------------------------------------------------------ token ids
+
+
+def generate(base_url: str, ids: Sequence[int], timeout: float | None = None, **body: Any) -> dict[str, Any]:
+    """As clients of vLLM's `POST /inference/v1/generate` ask, which know the base URL of OpenAI's API."""
+    url = base_url.removesuffix("/v1") + "/inference/v1/generate"
+    given = {"model": "policy", "token_ids": list(ids), "sampling_params": {"logprobs": 1, **body.pop("sampling", {})}, **body}
+    client = at(base_url) if timeout is None else at(base_url).with_options(timeout=timeout)
+    answer: Any = client.post(url, body=given, cast_to=object)
+    return dict(answer)
+
+
+def test_token_ids_get_the_exact_sampled_ids_with_log_probs_and_versions(tmp_path: Path) -> None:
+    first, tail = TOKENIZER.encode("2 + 3 ="), TOKENIZER.encode("\nAnd 4 + 4 =")
+    answers: list[dict[str, Any]] = []
+
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        other = generate(base_url, TOKENIZER.encode("Another chat."))
+        one = generate(base_url, first, sampling={"stop_token_ids": [TOKENIZER.eos_token_id], "skip_special_tokens": False})
+        two = generate(base_url, [*first, *one["choices"][0]["token_ids"], *tail], cache_salt="7", sampling={"max_tokens": 2})
+        answers.extend([other, one, two])
+        return 1.0
+
+    rollout = play(solve, tmp_path, "hm", "five", "the answer is eight")
+    assert [turn.completion.request_id for turn in rollout.turns] == [answer["request_id"] for answer in answers]
+    for turn, answer in zip(rollout.turns, answers, strict=True):
+        (choice,) = answer["choices"]
+        assert tuple(choice["token_ids"]) == turn.completion.token_ids
+        entries = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+        assert tuple(entry["logprob"] for entry in entries) == turn.completion.logprobs
+        assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(choice["token_ids"])}]
+        assert answer["usage"]["total_tokens"] == len(turn.prompt_ids) + len(choice["token_ids"])
+    assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["stop", "stop", "length"]
+    assert rollout.metrics["new_segments"] == 1  # the second call of the second chat continues its ids
+    assert [len(segment.sampled) for segment in join_turns(rollout.turns).segments] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"sampling": {"temperature": 0.5}}, "temperature 0.5"),
+        ({"sampling": {"logprobs": 5}}, "logprobs"),
+        ({"sampling": {"prompt_logprobs": 0}}, "prompt_logprobs"),
+        ({"sampling": {"stop": ["x"]}}, "stop"),
+        ({"sampling": {"n": 2}}, "n: "),
+        ({"sampling": {"min_tokens": 3}}, "min_tokens"),
+        ({"sampling": {"max_tokens": "3"}}, "sampling_params: .*max_tokens"),
+        ({"sampling": {"new_in_vllm": 1}}, "new_in_vllm"),
+        ({"stream": True}, "stream"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+    ],
+)
+def test_what_a_request_for_token_ids_cannot_have_is_refused_by_name(
+    gateway: Gateway, body: dict[str, Any], named: str
+) -> None:
+    def solve(base_url: str) -> None:
+        with pytest.raises(openai.BadRequestError, match=named):
+            generate(base_url, [5, 6], **body)
+        assert generate(base_url, [5, 6], sampling={"n": 1, "min_tokens": 0, "ignore_eos": False}, features=None)["choices"]
+
+    ask(gateway, solve, "yes")
+
+
+def test_a_stop_token_of_the_request_ends_the_completion_in_the_engine(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        (choice,) = generate(base_url, [63], sampling={"stop_token_ids": [ord("4"), STOP]})["choices"]
+        assert choice["finish_reason"] == "stop"
+        return len(choice["token_ids"])
+
+    (rollout,), engine = outcomes(solve, tmp_path, script=lambda _: [ord(digit) for digit in "12345678" * 5])
+    assert isinstance(rollout, Rollout)
+    assert (rollout.reward, rollout.turns[0].completion.token_ids) == (4.0, tuple(map(ord, "1234")))
+    assert engine.cancelled == ["r0.t0"]
+
+
+def test_ids_that_a_client_gave_up_are_not_recorded_and_its_retry_is(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+        with pytest.raises(openai.APITimeoutError):
+            generate(base_url, [1, 2], timeout=0.5)
+        return float(len(generate(base_url, [1, 2])["choices"]))
+
+    lengths = iter([1_000_000, 1])
+    (made,), engine = outcomes(
+        solve, tmp_path, script=lambda _: [*[ord("a")] * next(lengths), STOP], max_tokens=2_000_000, timeout_s=60.0
+    )
+    assert isinstance(made, Rollout)
+    assert [turn.completion.request_id for turn in made.turns] == ["r0.t1"]
+    assert made.metrics["cancelled_turns"] == 1
+    assert engine.cancelled == ["r0.t0"]
+
+
+def test_later_turns_of_every_chat_compute_only_what_they_add(tmp_path: Path) -> None:
+    """With a real engine: the rest of a prompt is read from the turn that it continues, in each of two chats."""
+    folder = write_model(tmp_path / "model")
+    tokenizer: Any = TOKENIZER
+    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(folder), slots=4, max_length=900)
+    environment = agent_of(two_chats, tmp_path)
+
+    async def run() -> Rollout | Failure:
+        client = EngineClient(engine)
+        sampling = SamplingParams(max_tokens=8, stop_token_ids=(tokenizer.eos_token_id,), seed=1)
+        view = RolloutClient(client, tokenizer, sampling, name="r", seed=1, reuses_from=lambda: 0)
+        task = asyncio.create_task(attempt(environment, PROBLEM, view, 60.0))
+        while not task.done():
+            if not await client.advance():
+                await asyncio.sleep(0.001)
+        return task.result()
+
+    rollout = asyncio.run(run())
+    assert isinstance(rollout, Rollout), rollout
+    assert len(rollout.turns) == 8
+    segments = join_turns(rollout.turns).segments
+    assert [len(segment.sampled) for segment in segments] == [4, 4]
+    given = sum(len(segment.token_ids) for segment in segments) - sum(len(turn.completion.token_ids) for turn in rollout.turns)
+    progress = engine.progress()
+    assert progress.prompt_tokens == sum(len(turn.prompt_ids) for turn in rollout.turns) > 2 * given
+    assert given <= progress.prefilled_tokens <= given + len(rollout.turns)  # a completion's last token has no keys yet
+
+
+def two_chats(problem: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A chat by messages and one by token ids, whose turns alternate."""
+    messages: list[Any] = [user("Which number is it? " * 4)]
+    ids = TOKENIZER.encode("Something else entirely, in ids alone. " * 4)
+    for turn in range(4):
+        answer = at(base_url).chat.completions.create(model="policy", messages=messages)
+        messages += [answer.choices[0].message, user(f"And {turn}? " * 4)]
+        sampled = generate(base_url, ids)["choices"][0]["token_ids"]
+        ids = [*ids, *sampled, *TOKENIZER.encode(f" more {turn}" * 4)]
+    return 1.0
 
 
 # ------------------------------------------------------------------------------------------------ with an engine
