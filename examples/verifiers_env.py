@@ -54,9 +54,8 @@ class Calculator(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
     client: httpx.AsyncClient | None = None  # shared by all episodes: making one is slow
 
-    async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
-    ) -> vf.ProgramResult:
+    async def launch(self, *given: Any) -> vf.ProgramResult:
+        _, _, _, endpoint, secret, _, data = given
         messages: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
         while True:
             message = await self.ask(endpoint, secret, messages)

@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from hashlib import blake2b
 from typing import Any, cast
 
 import uvicorn
@@ -45,6 +46,8 @@ MODEL = "policy"
 """The model's name in responses. Requests may use any name."""
 SESSION_HEADER = "x-session-id"
 """Says to which of the sessions at one address a request belongs."""
+RETRY_HEADER = "x-stainless-retry-count"
+"""How often the clients of OpenAI and Anthropic have sent this request before, without getting an answer."""
 _REFUSED = "stop_token_ids ignore_eos logprobs return_token_ids return_weight_versions chat_template_kwargs"
 """What only the server supports."""
 
@@ -85,7 +88,8 @@ class AgentSession:
 
     It is made, called and closed in the event loop of the rollout; the gateway's thread submits calls to that loop.
     `ignored`: how many requests had a sampling parameter that was ignored. `made`: how many answers were made. Those that
-    the agent never got, because it gave up its request, are no turns.
+    the agent never got, because it gave up its request, are no turns. `sent`: by a hash of its body, the answer that was
+    sent to a request; a client that repeats the request has not got it.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class AgentSession:
         self.loop = loop or asyncio.get_running_loop()
         self.conversation = Conversation(client, template_options=template_options)
         self.ignored = self.made = 0
+        self.sent: dict[bytes, ChatAnswer] = {}
         self._client = client
         self._ignore_sampling = ignore_sampling
         self._calls: set[asyncio.Task[Any]] = set()
@@ -235,10 +240,15 @@ class Gateway:
 
     async def _respond(self, request: Request, read: Read) -> Response:
         session = self._session(request)
-        asked = read(await body_of(request))
-        with _while_open():
-            call = asyncio.run_coroutine_threadsafe(session.answer(asked.body), session.loop)
-        reply = await unless_gone(request, asyncio.wrap_future(call))
+        body = await body_of(request)
+        asked, name = read(body), blake2b(request.url.path.encode() + body).digest()
+        repeated = session.sent.get(name) if request.headers.get(RETRY_HEADER, "0") != "0" else None
+        if repeated is None:
+            with _while_open():
+                call = asyncio.run_coroutine_threadsafe(session.answer(asked.body), session.loop)
+            reply = await unless_gone(request, asyncio.wrap_future(call))
+        else:
+            reply = repeated
         answered = Answer(
             message=reply.message,
             finish_reason=reply.finish_reason,
@@ -248,8 +258,10 @@ class Gateway:
             beyond=tokens_of(reply.completion) if isinstance(asked.body, TokensBody) else {},
         )
         response = asked.writer(reply.completion.request_id, asked.body.model or MODEL).response(answered)
-        with _while_open():  # before the response is written: so the turn is recorded before the agent can go on or return
-            session.loop.call_soon_threadsafe(session.delivered, reply)
+        if repeated is None:
+            session.sent[name] = reply
+            with _while_open():  # before the response is written: the turn is recorded before the agent can go on or return
+                session.loop.call_soon_threadsafe(session.delivered, reply)
         return response
 
     def _session(self, request: Request) -> AgentSession:

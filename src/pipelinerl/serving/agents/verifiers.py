@@ -85,13 +85,15 @@ class Verifiers(ProblemSet):
             options.refuse_without_effect("a renderer does not use the chat template", "template_options")
         self._template_options = check_template_options(tokenizer, options.template_options)
         self._ignore_sampling = options.sampling == "ignore"
+        given = "renderer"
         try:
             self._client = _client_config(options.renderer, tokenizer)
+            given = "env"
             self._env, training, held_out = _load(options)
         except EnvironmentSetupError:
             raise
         except Exception as error:
-            raise EnvironmentSetupError(f"environment.args.env: {_one_line(error, options.env)}") from error
+            raise EnvironmentSetupError(f"environment.args.{given}: {_one_line(error, options.env)}") from error
         super().__init__(split(training, held_out, _key, f"taskset {self._env.config.taskset.id}"), f"verifiers/{seed}")
         from pipelinerl.serving.agents.gateway import Gateway  # noqa: PLC0415 - needs an extra
 

@@ -23,7 +23,7 @@ from pipelinerl.environments.registry import make_environment
 from pipelinerl.errors import EnvironmentSetupError
 from pipelinerl.preprocess.preprocessor import join_turns
 from pipelinerl.serving.agents.environment import AgentEnvironment
-from pipelinerl.serving.agents.gateway import AgentSession, Gateway
+from pipelinerl.serving.agents.gateway import RETRY_HEADER, AgentSession, Gateway
 from pipelinerl.types import GenerationRequest, Problem, Rollout, SamplingParams
 from tests.unit.chat_parts import SamplingClient, make_tokenizer, write_model
 from tests.unit.environments.env_client import one_line
@@ -147,7 +147,12 @@ def test_a_stop_string_cancels_the_request_in_the_engine(tmp_path: Path) -> None
 def generate(base_url: str, ids: Sequence[int], timeout: float | None = None, **body: Any) -> dict[str, Any]:
     """As clients of vLLM's `POST /inference/v1/generate` ask, which know the base URL of OpenAI's API."""
     url = base_url.removesuffix("/v1") + "/inference/v1/generate"
-    given = {"model": "policy", "token_ids": list(ids), "sampling_params": {"logprobs": 1, **body.pop("sampling", {})}, **body}
+    given = {
+        "model": "policy",
+        "token_ids": list(ids),
+        "sampling_params": {"logprobs": 1, **body.pop("sampling", {})},
+        **body,
+    }
     client = at(base_url) if timeout is None else at(base_url).with_options(timeout=timeout)
     answer: Any = client.post(url, body=given, cast_to=object)
     return dict(answer)
@@ -160,7 +165,9 @@ def test_token_ids_get_the_exact_sampled_ids_with_log_probs_and_versions(tmp_pat
     def solve(problem: dict[str, Any], base_url: str, api_key: str) -> float:
         other = generate(base_url, TOKENIZER.encode("Another chat."))
         one = generate(base_url, first, sampling={"stop_token_ids": [TOKENIZER.eos_token_id], "skip_special_tokens": False})
-        two = generate(base_url, [*first, *one["choices"][0]["token_ids"], *tail], cache_salt="7", sampling={"max_tokens": 2})
+        two = generate(
+            base_url, [*first, *one["choices"][0]["token_ids"], *tail], cache_salt="7", sampling={"max_tokens": 2}
+        )
         answers.extend([other, one, two])
         return 1.0
 
@@ -233,6 +240,22 @@ def test_ids_that_a_client_gave_up_are_not_recorded_and_its_retry_is(tmp_path: P
     assert engine.cancelled == ["r0.t0"]
 
 
+def test_an_answer_that_was_lost_on_its_way_is_sent_again_to_the_clients_retry(tmp_path: Path) -> None:
+    def solve(problem: dict[str, Any], base_url: str, api_key: str) -> bool:
+        create = at(base_url).chat.completions.create
+        first, other = (create(model="any", messages=[user("?")]).id for _ in range(2))  # asked twice: no retry
+        again = create(model="any", messages=[user("?")], extra_headers={RETRY_HEADER: "1"}).id
+        new = create(
+            model="any", messages=[user("!")], extra_headers={RETRY_HEADER: "1"}
+        ).id  # the first one never came here
+        return again == other != first and new not in (first, other)
+
+    rollout = play(solve, tmp_path, "one", "two", "three")
+    assert rollout.reward == 1.0
+    assert [turn.text for turn in rollout.turns] == ["one", "two", "three"]
+    assert rollout.metrics["cancelled_turns"] == 0
+
+
 def test_later_turns_of_every_chat_compute_only_what_they_add(tmp_path: Path) -> None:
     """With a real engine: the rest of a prompt is read from the turn that it continues, in each of two chats."""
     folder = write_model(tmp_path / "model")
@@ -255,7 +278,9 @@ def test_later_turns_of_every_chat_compute_only_what_they_add(tmp_path: Path) ->
     assert len(rollout.turns) == 8
     segments = join_turns(rollout.turns).segments
     assert [len(segment.sampled) for segment in segments] == [4, 4]
-    given = sum(len(segment.token_ids) for segment in segments) - sum(len(turn.completion.token_ids) for turn in rollout.turns)
+    given = sum(len(segment.token_ids) for segment in segments) - sum(
+        len(turn.completion.token_ids) for turn in rollout.turns
+    )
     progress = engine.progress()
     assert progress.prompt_tokens == sum(len(turn.prompt_ids) for turn in rollout.turns) > 2 * given
     assert given <= progress.prefilled_tokens <= given + len(rollout.turns)  # a completion's last token has no keys yet

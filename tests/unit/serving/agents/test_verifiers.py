@@ -1,12 +1,14 @@
-"""Environments of the real package `verifiers`, played over real HTTP: what the model is given, what becomes of its answers."""
+"""Environments of the real package `verifiers`, played over HTTP: what the model is given, what becomes of its answers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ class Program(vf.Harness[vf.HarnessConfig]):
 
 __all__ = ["Sums", "Program"]
 '''
-AGENT = '''
+AGENT = """
 import json, sys, urllib.request
 endpoint, secret, system, prompt = sys.argv[1:]
 
@@ -69,11 +71,15 @@ def ask(messages, **more):
         return json.load(answer)["choices"][0]["message"]
 
 messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-'''
+"""
 ONCE = "ask(messages)\n"
 ADD = {
     "type": "function",
-    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
 }
 WITH_TOOLS = f"""
 message = ask(messages, tools=[{ADD!r}])
@@ -89,20 +95,22 @@ while calls := message.get("tool_calls"):
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Makes the environment of files with this code. Modules have names of their own: verifiers knows them by these."""
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    made = []
+    numbers = count()
 
-    def make(code: str = "", agent: str = ONCE, env: dict[str, Any] | None = None, tokenizer: Any = TOKENIZER, **args: Any) -> Any:
-        folder = tmp_path / f"folder{len(made)}"
+    def make(
+        code: str = "", agent: str = ONCE, env: dict[str, Any] | None = None, tokenizer: Any = TOKENIZER, **args: Any
+    ) -> Any:
+        folder = tmp_path / f"folder{next(numbers)}"
         folder.mkdir()
-        path = folder / f"sums_{tmp_path.name.lower()}_{len(made)}.py".replace("-", "_")
+        path = folder / f"sums_{tmp_path.name.lower()}_{folder.name}.py".replace("-", "_")
         path.write_text(HEAD + textwrap.dedent(code))
         (folder / "agent.py").write_text(AGENT + agent)
         env = {**(env or {}), "taskset": {"id": str(path), **(env or {}).get("taskset", {})}}
-        made.append(make_environment("verifiers", {"env": env, **args}, tokenizer, 0))
-        made[-1].folder = folder
-        return made[-1]
+        environment: Any = make_environment("verifiers", {"env": env, **args}, tokenizer, 0)
+        environment.folder = folder
+        return environment
 
     return make
 
@@ -167,8 +175,48 @@ def test_tasks_are_payloads_and_some_are_held_out(load: Any) -> None:
     assert training[0].keys() == {"idx", "prompt", "system_prompt"}
     other = load(held_out={"first": 15}, tasks=18)
     assert other.training_count == 15  # those that are held out, too, are not trained on
-    assert [problem.payload["prompt"] for problem in other.held_out(99)][0].startswith("What is")
+    assert other.held_out(1)[0].payload["prompt"].startswith("What is")
     assert len(other.held_out(99)) == 18
+
+
+SERVED = """
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        "Add."
+        return str(a + b)
+
+class WithTool(Sum):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
+
+class Served(vf.Taskset[WithTool, Config]):
+    def load(self):
+        return [WithTool(vf.TaskData(prompt=str(n), system_prompt="!")) for n in range(3)]
+
+class Calling(Program):
+    SUPPORTS_MCP = True
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        call = {"name": "add", "arguments": {"a": data.idx, "b": data.idx}}
+        async with httpx.AsyncClient(headers={"Accept": "application/json, text/event-stream"}) as client:
+            asked = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}
+            answer = await client.post(next(iter(mcp_urls.values())), json=asked)
+        data = data.model_copy(update={"prompt": answer.json()["result"]["content"][0]["text"]})
+        return await super().launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
+
+__all__ = ["Served", "Calling"]
+if __name__ == "__main__":
+    Adder.run()
+"""
+
+
+def test_a_server_of_tools_is_a_process_that_imports_the_file(load: Any) -> None:
+    environment = load(SERVED)
+    rollout, prompts = play(environment, "yes")
+    assert f"<|im_start|>user\n{right_answer(environment)}<|im_end|>" in prompts[0]
+    assert len(rollout.turns) == 1
 
 
 def test_calls_that_continue_two_chats_at_once(load: Any) -> None:
@@ -264,7 +312,12 @@ def test_only_agents_that_are_trained_are_trained_on(load: Any) -> None:
 @pytest.mark.parametrize(
     ("code", "agent", "env", "why"),
     [
-        ("class Sum2(Sum):\n    @vf.reward\n    async def right(self, trace): return 1 / 0", ONCE, {}, "TaskError.*division by zero"),
+        (
+            "class Sum2(Sum):\n    @vf.reward\n    async def right(self, trace): return 1 / 0",
+            ONCE,
+            {},
+            "TaskError.*division by zero",
+        ),
         ("", "ask(messages); sys.exit('broken')", {}, "HarnessError.*exited 1: broken"),
         ("", "ask(messages); import time; time.sleep(60)", {"timeout": {"episode": 3}}, "TimeoutError.*3s deadline"),
         ("", "ask(messages, temperature=0.5)", {}, "temperature 0.5: this rollout is sampled with 1"),
@@ -275,7 +328,8 @@ def test_a_failed_episode_costs_its_rollout_with_one_line(
     load: Any, code: str, agent: str, env: dict[str, Any], why: str
 ) -> None:
     if code:
-        code += "\nclass Sums2(vf.Taskset[Sum2, Config]):\n    def load(self): return [Sum2(vf.TaskData(prompt='?', system_prompt='!'))] * 3\n"
+        code += "\nclass Sums2(vf.Taskset[Sum2, Config]):\n"
+        code += "    def load(self): return [Sum2(vf.TaskData(prompt='?', system_prompt='!'))] * 3\n"
         code += "__all__ = ['Sums2', 'Program']"
     with one_line(RolloutError, match=f"(?s){why}"):
         play(load(code, agent=agent, env=env), "yes")
@@ -356,6 +410,10 @@ connection.close()
 
 def test_a_renderer_of_verifiers_asks_by_token_ids_and_its_turns_continue_them(load: Any, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
+    with one_line(EnvironmentSetupError, match="environment.args.renderer: .*<tool_call>"):
+        load(renderer={"name": "qwen3"}, tokenizer=tokenizer)
+    marks = [f"<{end}{name}>" for name in ("tool_call", "tool_response", "think") for end in ("", "/")]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     tokenizer.name_or_path = str(tmp_path / "tokenizer")
     agent = "messages += [ask(messages), {'role': 'user', 'content': 'Sure?'}]\nask(messages)\n"
@@ -380,7 +438,7 @@ def test_a_renderer_of_verifiers_asks_by_token_ids_and_its_turns_continue_them(l
         ({"agent": {"harness": {"id": "codex"}}}, {}, "needs a container"),
         ({"agent": {"sampling": {"temperature": 0.2}}}, {}, "agent.sampling.temperature: the run file"),
         ({"id": "no-such-env"}, {}, "no.such.env"),
-        ({}, {"renderer": {"name": "qwen17"}}, "qwen17"),
+        ({}, {"renderer": {"name": "qwen17"}}, "environment.args.renderer: .*qwen17"),
         ({}, {"held_out": {"frist": 3}}, "frist"),
         ({}, {"tasks": 0}, "environment.args.tasks"),
     ],
