@@ -90,7 +90,10 @@ def test_engines_are_right_all_along_and_the_model_under_the_adapters_is_the_ref
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "needed"), [("tools", "torch"), ("tools_mcp", "mcp_types"), ("openenv", "openenv")])
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [("tools", "torch"), ("tools_mcp", "mcp_types"), ("openenv", "openenv"), ("verifiers_env", "verifiers")],
+)
 def test_the_examples_learn_to_call_the_tool_and_to_report_its_result(
     name: str, needed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
