@@ -146,6 +146,8 @@ def test_errors_reach_the_user_as_one_line(demo: str) -> None:
     model = service.create_lora_training_client("demo", rank=4).result()
     with pytest.raises(tinker.BadRequestError, match="there is no loss 'stable_reinforce' here; there are cross_entropy, "):
         model.forward_backward([example([5, 6, 7], 2)], "stable_reinforce").result()
+    with pytest.raises(tinker.BadRequestError, match="loss_fn_config: ppo has clip_low_threshold, clip_high_threshold"):
+        model.forward_backward([example([5, 6, 7], 2)], "ppo", {"clip_range": 0.2}).result()
     with pytest.raises(tinker.BadRequestError, match="there is no base model 'other' here; this server has 'demo'"):
         service.create_sampling_client(base_model="other").result()
     sampler = service.create_sampling_client(base_model="demo").result()
@@ -167,7 +169,7 @@ def test_the_example_learns(demo: str) -> None:
 BASE = "Qwen/Qwen3-8B-Base"
 """The cookbook knows models by name; in the test's folder a tiny one has it. Its renderer writes plain text."""
 SHARE = (r"\boxed{3}", r"\boxed{4}")
-"""The tiny model ends every text with one of these, each a token."""
+"""The tiny model ends every text with one of these, each a token: with the first one in a quarter of the cases."""
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +183,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
         ids = torch.randint(3, 259, (16, 24), generator=generator)
-        ids[:, -2], ids[:, -1] = torch.randint(259, 261, (16,), generator=generator), tokenizer.eos_token_id
+        ids[:, -2], ids[:, -1] = 259 + (torch.rand(16, generator=generator) > 0.25), tokenizer.eos_token_id
         logits = model(ids).logits[:, -3:-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -2:].flatten()).backward()
         optimizer.step()
@@ -190,7 +192,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder / BASE)
     tokenizer.save_pretrained(folder / BASE)
-    chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": SHARE[1]}]
+    chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": SHARE[0]}]
     sets = {
         "openai/gsm8k/main/train.jsonl": {"question": "How many?", "answer": "One and two are\n#### 3"},
         "HuggingFaceH4/no_robots/train.jsonl": {"prompt": "How many?", "messages": chat},
@@ -222,7 +224,7 @@ def test_a_loop_of_the_cookbook_runs_unmodified(
             "-m",
             f"tinker_cookbook.recipes.{loop}",
             *common,
-            "learning_rate=0.02",
+            "learning_rate=0.01",
             "lora_rank=8",
             *flags,
         ]
@@ -235,5 +237,5 @@ def test_a_loop_of_the_cookbook_runs_unmodified(
     values = [one[metric] for one in values if metric in one]
     assert len(values) == 8
     gain = sum(values[-2:]) / 2 - sum(values[:2]) / 2
-    assert gain > 0.2 if rises else gain < -0.2, values
+    assert gain > 0.3 if rises else gain < -0.5, values
     assert len(list(kitchen.glob("saved/*/weights/*/state.json"))) >= 1

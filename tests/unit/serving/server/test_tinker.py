@@ -234,7 +234,9 @@ def test_gspo_has_no_default_thresholds() -> None:
 # ---- the endpoints
 
 
-def encoded(model_id: str, seq_id: int, loss: str, data: list[TrainingDatum], *, forward_only: bool = False) -> bytes:
+def encoded(
+    model_id: str, seq_id: int, loss: str, data: list[TrainingDatum], *, forward_only: bool = False, config: Any = ()
+) -> bytes:
     kinds = {"f": 1, "i": 2}
     made = [
         {
@@ -249,7 +251,7 @@ def encoded(model_id: str, seq_id: int, loss: str, data: list[TrainingDatum], *,
         }
         for one in data
     ]
-    fields = {"model_id": model_id, "seq_id": seq_id, "loss_fn": loss, "data": made, "forward_only": forward_only}
+    fields = {"model_id": model_id, "seq_id": seq_id, "loss": loss, "data": made, "forward": forward_only, "config": config}
     return bytes(_messages()["Request"](**fields).SerializeToString())
 
 
@@ -431,6 +433,7 @@ async def test_what_the_server_does_not_do_is_one_clear_error(tmp_path: Path) ->
         await refused("asample", body | {"prompt": {"chunks": [{"type": "image", "data": ""}]}}, 400, "prompt")
         body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [70]}]}
         await refused("asample", body | {"num_samples": 13}, 400, "num_samples: 1 to 12")
+        await refused("asample", body | {"sampling_params": {"top_k": -2}}, 400, "top_k")
         wrong = await client.result("asample", body | {"sampling_params": {"max_tokens": 500}})
         assert wrong["category"] == "user"
         assert "can't fit" in wrong["error"]
@@ -484,9 +487,13 @@ def test_a_server_that_trains_needs_a_key_that_the_sdk_sends(tmp_path: Path) -> 
 
 def test_tensors_that_are_not_one_number_for_each_token_are_refused() -> None:
     good = datum(4, 0, target_tokens=1, weights=1)
-    found = read_forward_backward(encoded("m", 1, "cross_entropy", [good]))
+    limit = {"key": "clip_low_threshold", "value": {"number": 0.7}}
+    found = read_forward_backward(encoded("m", 1, "cross_entropy", [good], config=[limit]))
+    assert (found.settings, found.backward) == ({"clip_low_threshold": 0.7}, True)
     assert found.data[0].tokens == good.tokens
     assert found.data[0].inputs["weights"] == pytest.approx(good.inputs["weights"])
+    with pytest.raises(RequestError, match="loss_fn_config: mode is a text"):
+        read_forward_backward(encoded("m", 1, "ppo", [good], config=[{"key": "mode", "value": {"text": "fast"}}]))
     bad = TrainingDatum(good.tokens, {"weights": np.zeros((2, 2), np.float32)})
     with pytest.raises(RequestError, match=r"datum 0: weights is of shape \(2, 2\); give 4 float32 or int64"):
         read_forward_backward(encoded("m", 1, "cross_entropy", [bad]))

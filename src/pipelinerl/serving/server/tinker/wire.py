@@ -101,7 +101,7 @@ class SamplingSettings(Exact, frozen=True, kw_only=True):
     seed: int | None = None
     stop: str | tuple[str | int, ...] | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Meta(ge=-1)] = -1
     top_p: float = 1.0
 
 
@@ -136,7 +136,7 @@ InputChunk encoded_text:1:TextChunk image:2:bytes dmel:3:bytes
 Datum model_input:1:InputChunk* loss_fn_inputs:2:NamedTensor*
 Setting number:1:double text:2:string
 NamedSetting key:1:string value:2:Setting
-Request model_id:1:string seq_id:2:int32 data:3:Datum* loss_fn:4:string forward_only:6:bool loss_fn_config_v2:7:NamedSetting*
+Request model_id:1:string seq_id:2:int32 data:3:Datum* loss:4:string older:5:Metric* forward:6:bool config:7:NamedSetting*
 """
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _TYPES = {_FLOAT32: np.float32, _INT64: np.int64, _INT32: np.int32}
@@ -189,10 +189,10 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         data = [_datum(one, f"datum {index}") for index, one in enumerate(found.data)]
     except (DecodeError, ValueError) as error:
         raise RequestError(f"the body is no ForwardBackwardRequest: {error}") from error
-    if texts := [one.key for one in found.loss_fn_config_v2 if one.value.text]:
+    if texts := [one.key for one in found.config if one.value.text]:
         raise RequestError(f"loss_fn_config: {texts[0]} is a text; the losses here take numbers")
-    settings = {one.key: one.value.number for one in found.loss_fn_config_v2}
-    return ForwardBackward(found.model_id, found.seq_id, data, found.loss_fn, settings, not found.forward_only)
+    settings = {one.key: one.value for one in found.older} | {one.key: one.value.number for one in found.config}
+    return ForwardBackward(found.model_id, found.seq_id, data, found.loss, settings, not found.forward)
 
 
 def _datum(found: Any, where: str) -> TrainingDatum:
