@@ -88,7 +88,7 @@ class OpenEnv(Task):
         self.template_options = check_template_options(tokenizer, options.template_options)
         self._shown = _field_or_function(options.observation, _field)
         self._action = _field_or_function(options.action, lambda name, text: {name: text})
-        self._sessions = asyncio.Semaphore(options.sessions)
+        self._sessions, self._schemas = asyncio.Semaphore(options.sessions), list[ToolSchema]()
         try:
             from openenv.core.generic_client import GenericEnvClient  # noqa: PLC0415 - a package of few users
         except ImportError as error:
@@ -153,16 +153,17 @@ class OpenEnv(Task):
         return text if isinstance(text, str) else msgspec.json.encode(text).decode()
 
     async def _tools(self, act: Act) -> list[ToolSchema]:
-        """The environment's tools, without the one that gets answers. Raises RolloutError if there are none."""
-        if not self._options.tools:
-            return []
+        """The tools, without the one that gets answers; they are listed once. Raises RolloutError if there are none."""
+        if self._schemas or not self._options.tools:
+            return self._schemas
         listed = (await act("step", {"type": "list_tools"})).observation.get("tools", ())
         tools = {tool["name"]: {**tool, "parameters": tool.get("input_schema")} for tool in listed}
         hidden = self._options.answer.partition(".")[0]
         if not tools or (hidden and tools.pop(hidden, None) is None):
             raise RolloutError(f"the environment has no tool {hidden or 'at all'}; it has: {', '.join(tools) or 'none'}")
         parts = ("name", "description", "parameters")
-        return [{"type": "function", "function": {part: tool[part] for part in parts}} for tool in tools.values()]
+        self._schemas = [{"type": "function", "function": {part: tool[part] for part in parts}} for tool in tools.values()]
+        return self._schemas
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[Act]:
