@@ -24,8 +24,14 @@ def test_every_place_is_hurt_by_every_fault_that_fits(layout: str) -> None:
     assert plans[7] == plan_faults(7, config, 20, list(reversed(KINDS)), LINKS), "a function of the seed"
 
 
-LABELS = ("experiments/", "report/trackers.py", "serving/server/service.py", "serving/server/chat.py")
-"""Where the wall clock is read: dates in reports, exports and trackers, and `created` in answers of OpenAI's API."""
+LABELS = (
+    "experiments/",
+    "report/trackers.py",
+    "serving/server/service.py",
+    "serving/server/chat.py",
+    "serving/server/tinker/learner.py",
+)
+"""Where the wall clock is read: dates in reports, exports, trackers, saved adapters, and `created` in OpenAI's API."""
 
 
 def test_no_decision_of_a_run_reads_the_wall_clock() -> None:

@@ -36,7 +36,7 @@ def measured(*settings: str) -> RunRecords:
             tokens, cpu_s = tokens + used, cpu_s + (used * (FULL_S if used == H else OTHER_S) if used else 0.01)
             updates_s, cpu_s = updates_s + 0.001, cpu_s + 0.001
     cpu_s = {"step": 0.5, "publish": 0.03, "saving": 0.02, "other": 0.1}
-    trained = {"completion_length_mean": 5.5, "tokens_trained": 30, "tokens_context": 20, "cpu_s": cpu_s}
+    trained = {"completion_length_mean": 5.5, "tokens_forwarded": 50, "cpu_s": cpu_s}
     steps = [step(n, 1.0 + 2.5 * n, train_s=0.5, wait_s=2.0, **trained) for n in range(1, 5)]
     records = sorted(timeline, key=lambda record: record.time_s)
     config = load_config(None, ["--engine.slots", str(H), *settings])
@@ -113,7 +113,7 @@ def simulated(schedule: Schedule, longest: int) -> tuple[float, list[StepRecord]
     options = {"engines": 1, "slots": 16, "group_size": 4, "batch_size": B, "steps": 20}
     run = simulate.simulate(scenario.Scenario(schedule=schedule, workload=Work(longest), costs=SIMULATED, **options))
     records = [step(n, completion_length_mean=(1 + longest) / 2) for n in range(1, 21)]
-    tokens = {"tokens_trained": B * (1 + longest) // 2, "tokens_context": B * PROMPT}
+    tokens = {"tokens_forwarded": B * (1 + longest) // 2 + B * PROMPT}
     return run.time_s, [step(one.version, completion_length_mean=one.completion_length_mean, **tokens) for one in records]
 
 

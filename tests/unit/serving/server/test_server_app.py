@@ -214,7 +214,10 @@ async def test_tools_are_rendered_and_calls_are_parsed(tmp_path: Path) -> None:
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
         (call,) = choice.message.tool_calls
         assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 1})
-        async with client.chat.completions.stream(**wants) as stream:
+        strict = {
+            "tools": [{"type": "function", "function": {"name": "add", "strict": True}}]
+        }  # the client parses no others
+        async with client.chat.completions.stream(**wants | strict) as stream:
             done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
             streamed = (await stream.get_final_completion()).choices[0]
         assert [(event.name, json.loads(event.arguments)) for event in done] == [("add", {"a": 1})]
