@@ -165,8 +165,6 @@ def _load(options: VerifiersOptions) -> tuple[Any, list[Problem], float | list[P
     if not training:
         raise EnvironmentSetupError(f"taskset {config.taskset.id} has no tasks")
     first = _task(env, training[0].payload)
-    if first.data != next(iter(env.taskset)).data:
-        raise EnvironmentSetupError(f"tasks of {config.taskset.id} have fields that are not JSON, or are left out of it")
     if not first.hooks("reward") and not first.plugged_judges() and type(env).finalize is vf.Env.finalize:
         raise EnvironmentSetupError(f"neither a task of {config.taskset.id} nor its environment gives a reward")
     if isinstance(options.held_out, float):
@@ -178,8 +176,13 @@ def _load(options: VerifiersOptions) -> tuple[Any, list[Problem], float | list[P
 def _problems(taskset: Any, most: int | None, name: str) -> list[Problem]:
     if most is None and not taskset.bounded:
         raise EnvironmentSetupError(f"taskset {name} has no end: set environment.args.tasks")
-    payloads = (task.data.model_dump(mode="json", exclude_defaults=True) for task in islice(taskset, most))
-    return [Problem(id=f"{name}/{number}", payload=payload) for number, payload in enumerate(payloads)]
+    problems = []
+    for number, task in enumerate(islice(taskset, most)):
+        payload = task.data.model_dump(mode="json", exclude_defaults=True)
+        if not number and type(task.data).model_validate(payload) != task.data:
+            raise EnvironmentSetupError(f"a task of {name} has fields that are not JSON, or that are left out of it")
+        problems.append(Problem(id=f"{name}/{number}", payload=payload))
+    return problems
 
 
 def _key(problem: Problem) -> str:

@@ -459,6 +459,12 @@ def test_wrong_settings_are_one_line(load: Any, env: dict[str, Any], args: dict[
             "    def load(self): return [Free(vf.TaskData(prompt='?'))]",
             "gives a reward",
         ),
+        (
+            "from pydantic import Field\nclass Secret(vf.TaskData):\n    secret: int = Field(0, exclude=True)\n"
+            "class Kept(Sum):\n    pass\nclass Sums(vf.Taskset[Kept, Config]):\n"
+            "    def load(self): return [Kept(Secret(prompt='?', secret=1))]",
+            "left out of it",
+        ),
         ("import nonsense_that_is_missing", "nonsense_that_is_missing"),
     ],
 )
