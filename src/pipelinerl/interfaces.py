@@ -158,7 +158,8 @@ class WeightUpdate(NamedTuple):
 
     `tensors`: read-only views of the transport's memory, valid until the update is acknowledged; empty if engine servers
     receive the weights, or read them from the file at `path`. `device_checksum`: computed by the trainer's GPU
-    (`models.device`); "" without one.
+    (`models.device`); "" without one. `adapter`: the tensors are only those of an adapter (`models.state.tensors_of`), which
+    the engine merges; the checksums are of the merged weights, or "" if the sender does not know them.
     """
 
     version: int
@@ -166,6 +167,7 @@ class WeightUpdate(NamedTuple):
     tensors: Mapping[str, torch.Tensor]
     device_checksum: str = ""
     path: str = ""
+    adapter: bool = False
 
 
 class WeightSender(Protocol):
@@ -174,7 +176,7 @@ class WeightSender(Protocol):
     transfer: WeightTransfer | None
     digests: Mapping[str, str]
 
-    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str: ...
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor]) -> str: ...
 
     def unanswered(self) -> Sequence[str]: ...
 

@@ -451,8 +451,8 @@ class TrainerProgress(msgspec.Struct, frozen=True, kw_only=True, tag="trainer"):
 Progress = EngineProgress | ActorProgress | TrainerProgress
 
 
-Encoding = Literal["full", "delta"]
-"""What a weight update sends: all weights, or the bits that differ from the previous update (`weights.delta`)."""
+Encoding = Literal["full", "delta", "adapter"]
+"""What a weight update sends: all weights, the bits that differ from the previous one (`weights.delta`), or an adapter."""
 
 
 class WeightTransfer(msgspec.Struct, frozen=True, kw_only=True):

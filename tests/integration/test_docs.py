@@ -39,7 +39,6 @@ NOT_RUN = {
     "lab simulate": "needs a calibration (tests/integration/test_lab.py)",
     "serve": "does not end (tests/integration/test_serve.py)",
     "watch": "does not end (tests/integration/test_watch_page.py)",
-    "chat": "reads from a terminal (tests/unit/cli)",
 }
 """Commands whose arguments are parsed and that are not run."""
 OTHER_PROGRAMS = {".", "cd", "export", "head", "hf", "jq", "less", "ray", "scontrol", "source", "sqlite3", "srun", "tar"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -71,18 +69,6 @@ def test_a_dry_run_of_push_lists_the_weights_and_prints_the_card(
     assert main(["push", str(trained.path), "a/b/c", "--dry-run"]) == 2
     assert main(["push", str(trained.path), "someone/my-model"]) == 2
     assert "the hub did not take someone/my-model" in capsys.readouterr().err
-
-
-def test_a_chat_streams_answers_and_says_what_it_cannot_encode(
-    trained: pipelinerl.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("12,30:\nhello\n/reset\n12,30:\n"))
-    assert main(["chat", str(trained.path), "--actor.temperature", "1e-6", "--actor.max_tokens", "5"]) == 0
-    first, refused, again, *_ = capsys.readouterr().out.splitlines()
-    assert first == again != ""
-    assert "can't make a prompt of 'hello'" in refused
-    assert main(["chat", "demo", "--system", "Be brief."]) == 2
-    assert "takes no system message" in capsys.readouterr().err
 
 
 def test_a_started_run_is_followed_and_stopped(tmp_path: Path) -> None:

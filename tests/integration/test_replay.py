@@ -20,6 +20,7 @@ from tests.integration.runs import (
     resume,
     run,
     run_processes,
+    steps,
     summary,
     trained,
     weights_checksum,
@@ -74,6 +75,8 @@ def test_a_resumed_run_is_repeated_with_the_batches_that_the_guard_rejected(pipe
 
 
 DELTAS = {"weights__kind": "collective", "weights__encoding": "delta"}
+ADAPTERS = {"model__lora__rank": 4, "weights__encoding": "adapter", "trainer__learning_rate": 3e-3}
+TWO = {"trainer__ranks": 2, "engine__processes": 2}
 
 
 @pytest.mark.parametrize(
@@ -83,14 +86,22 @@ DELTAS = {"weights__kind": "collective", "weights__encoding": "delta"}
         (run, {"schedule__kind": "async", "schedule__steps_per_round": 2}, 3),
         pytest.param(run_processes, {"engine__slots": 32}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, DELTAS, 5, marks=pytest.mark.exhaustive),
+        (run_processes, ADAPTERS, 5),
+        pytest.param(run_processes, {**ADAPTERS, "weights__kind": "collective", **TWO}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"launch__preprocessor": "process", **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"trainer__ranks": 2, **KL}, 5, marks=pytest.mark.exhaustive),
         pytest.param(run_processes, {"engine__kind": "http", "engine__servers": 2}, 5, marks=pytest.mark.exhaustive),
     ],
-    ids=["conventional, in the middle of a round", "async", "processes", "deltas", "preprocessor apart", "ranks", "servers"],
+    ids=[
+        *("conventional, in the middle of a round", "async", "processes", "deltas", "adapters", "adapters, broadcast"),
+        *("preprocessor apart", "ranks", "servers"),
+    ],
 )
 def test_every_kind_of_run_is_repeated(start: Any, settings: dict[str, Any], versions: int, tmp_path: Path) -> None:
     start(tmp_path / "r", **{"trainer__steps": 4, **settings})
+    sent = {step.update.encoding for step in steps(tmp_path / "r") if step.update is not None}
+    assert sent <= {"full", settings.get("weights__encoding", "full")}
+    assert (sent == {"adapter"}) == ("model__lora__rank" in settings)
     assert_repeated(tmp_path / "r", versions)
 
 

@@ -25,7 +25,7 @@ from pipelinerl.process import counted_interrupts
 
 COMMANDS = {
     **{"init": "project", "try": "eval", "train": "project", "sweep": "lab", "config": "project"},
-    **{"watch": "watch", "browse": "watch", "report": "watch", "eval": "eval", "chat": "eval", "push": "eval"},
+    **{"watch": "watch", "browse": "watch", "report": "watch", "eval": "eval", "push": "eval"},
     **{"replay": "lab", "serve": "project", "doctor": "project", "lab": "lab"},
 }
 """The commands in the order of `pipelinerl --help`, and the module of this package that adds each."""

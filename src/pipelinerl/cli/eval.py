@@ -1,11 +1,10 @@
-"""`pipelinerl eval`, `try`, `chat` and `push`: what a model answers, before and after training."""
+"""`pipelinerl eval`, `try` and `push`: what a model answers, before and after training."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl.cli.parser import SETTINGS_HELP, Commands, api_key_from, at_least, say, write
 from pipelinerl.config.checks import mistakes
 from pipelinerl.config.load import load_config, with_flags
-from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
+from pipelinerl.config.schema import EngineConfig, EnvironmentConfig, RunConfig
 from pipelinerl.environments.registry import find_class
-from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RunInterruptedError, UserError
+from pipelinerl.errors import RunInterruptedError, UserError
 from pipelinerl.run_directory import existing_run
 
 if TYPE_CHECKING:
@@ -29,12 +28,6 @@ KEYS = (
     *("engine.device", "engine.threads"),
 )
 """The keys of the run file that an evaluation uses."""
-
-CHAT_KEYS = (
-    *("actor.temperature", "actor.top_p", "actor.top_k", "actor.max_tokens", "model.dtype", "model.trust_remote_code"),
-    *("engine.max_length", "engine.device", "engine.threads"),
-)
-"""The keys of the run file that a chat uses."""
 
 _EPILOG = (
     "MODEL: a folder, a hub id, `demo`, or a run directory: RUN_DIR is its last checkpoint, RUN_DIR@7 the one of version 7, "
@@ -66,16 +59,6 @@ def add_to(commands: Commands) -> None:
     flag("--version", type=lambda given: given if given == "best" else at_least(1)(given), metavar="N", help=text)
     flag("--public", action="store_true", help="anyone may see a new repository (default: only its owner)")
     flag("--dry-run", action="store_true", help="print the files and the card, without uploading; needs no network")
-
-    text = "Chat with a model in the terminal, through the embedded engine."
-    epilog = (
-        "MODEL: as for `pipelinerl eval`. A model without a chat template continues each line. /reset begins a new chat, "
-        f"Ctrl-C ends an answer, Ctrl-D the chat. These keys of the run file are also flags: {', '.join(CHAT_KEYS)}."
-    )
-    flag = commands.add("chat", text, epilog, run=run_chat).add_argument
-    flag("model", metavar="MODEL", help="a folder, a hub id, `demo`, or a run directory")
-    flag("--system", default="", metavar="TEXT", help="the system message")
-    flag("--seed", type=at_least(0), default=0, help="seed of sampling (default: 0)")
 
     text = "Let the model answer one problem, and show prompt, answers and rewards. Nothing is trained or written."
     flag = commands.add("try", text, SETTINGS_HELP, run=run_try).add_argument
@@ -164,33 +147,3 @@ def run_try(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
     trial = try_group(config, options.problem)
     return write(f"{printable(str(trial))}\n") or int(not trial.group.rollouts)
-
-
-def run_chat(options: argparse.Namespace, settings: Sequence[str]) -> int:
-    config = with_flags(RunConfig(model=ModelConfig(path=options.model)), settings, CHAT_KEYS)
-    from pipelinerl.experiments.chat import Chat  # noqa: PLC0415 (loads torch)
-    from pipelinerl.status.view import printable  # noqa: PLC0415 - as above
-
-    chat = Chat(config, system=options.system, seed=options.seed)
-    asking = sys.stdin.isatty()
-    if asking:
-        write(f"{chat.name}{'' if chat.has_template else ' (it has no chat template: each line is continued)'}\n")
-    while True:
-        try:
-            line = input("> " if asking else "")
-        except (EOFError, KeyboardInterrupt):
-            return write("\n") if asking else 0
-        if line == "/reset":
-            chat.reset()
-        elif line:
-            try:
-                for piece in chat.answer(line):
-                    if status := write(printable(piece)):
-                        return status
-            except KeyboardInterrupt:
-                pass
-            except PromptTooLongError as error:
-                write(f"{error}; /reset begins a new chat")
-            except EnvironmentSetupError as error:
-                write(str(error))
-            write("\n")

@@ -30,7 +30,7 @@ NEEDS = (
     Need("schedule.max_lag", "schedule.kind", ("pipeline",), "in rounds, schedule.steps_per_round bounds the lag"),
     Need("stream.url", "stream.kind", ("redis",), "the other streams need no server"),
     Need("stream.when_full", "schedule.kind", ("pipeline",), "`drop_oldest` would drop groups that a round needs"),
-    Need("weights.encoding", "weights.kind", ("collective",), "`shared` weights are not sent, but copied on this machine"),
+    Need("weights.encoding", "launch.kind", _SEVERAL, "`embedded` is one process, with nobody to send weights to"),
     Need("engine.urls", "engine.kind", _SERVERS, "the `local` engine has no servers"),
     Need("engine.servers", "engine.kind", _SERVERS, "the `local` engine has no servers"),
     Need("engine.api_key_env", "engine.kind", _SERVERS, "the `local` engine has no servers"),
@@ -70,7 +70,7 @@ def mistakes(config: RunConfig) -> Iterator[str]:
         if value != default and attrgetter(other)(config) not in values:
             yield f"{key}: {why}; set it to {spell(default)}, or {other} to {' or '.join(values)}"
     yield from _engine(config.engine)
-    for rules in (_schedule, _stream, _sampling, _trainer, _credit, _correction, _processes):
+    for rules in (_weights, _schedule, _stream, _sampling, _trainer, _credit, _correction, _processes):
         yield from rules(config)
 
 
@@ -99,6 +99,14 @@ def _engine(engine: EngineConfig) -> Iterator[str]:
         )
     if engine.kind == "vllm" and engine.kv_on_update == "recompute":
         yield "engine.kv_on_update: vLLM servers always keep the KV cache at an update; set it to keep"
+
+
+def _weights(config: RunConfig) -> Iterator[str]:
+    encoding = config.weights.encoding
+    if encoding == "delta" and config.weights.kind == "shared":
+        yield "weights.encoding: `shared` weights are copied, not sent; set it to full, or weights.kind to collective"
+    if encoding == "adapter" and (config.model.lora is None or config.engine.kind != "local"):
+        yield "weights.encoding: `adapter` is for a run with model.lora and the `local` engine, which merges; set it to full"
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:

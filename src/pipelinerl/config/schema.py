@@ -67,7 +67,7 @@ class ModelConfig(Section, frozen=True):
     agree better. null: in `dtype`.
     """
     lora: LoraConfig | None = None
-    """Train low-rank adapters (extra `lora`) instead of the weights; engines get merged weights. `{}`: with the defaults.
+    """Train low-rank adapters (extra `lora`) instead of the weights (see `weights.encoding`). `{}`: with the defaults.
     null: train all weights.
     """
 
@@ -223,10 +223,11 @@ class WeightsConfig(Section, frozen=True):
     """Weight transfer from the trainer to engines. `shared`: shared memory, then to servers as a file. `collective`:
     broadcast by torch.distributed, directly to servers; nccl if all ends have a GPU, else gloo.
     """
-    encoding: Literal["full", "delta"] = "full"
-    """collective: what an update sends. `full`: all weights. `delta`: only the bits that differ from the last update, or all
-    weights if that is not more; engines get exactly the same weights. Saves most with bfloat16 and learning rates of 1e-5 or
-    less, and costs a second copy of the weights in the trainer.
+    encoding: Literal["full", "delta", "adapter"] = "full"
+    """What an update sends; engines have exactly the same weights after it. `full`: all weights. `delta` (collective): only
+    the bits that differ from the last one, or all weights if that is not more; saves most with bfloat16 and learning rates
+    up to 1e-5, and costs a second copy of the weights in the trainer. `adapter` (model.lora): only the adapter. Engines
+    merge it, to the same bits on the same kind of device, and keep a second copy of the layers that have adapters.
     """
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipelinerl.engine.attention import Chunk, Move, PackedTokens
 from pipelinerl.engine.contents import NO_PREFIX, Prefix
@@ -29,7 +29,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.attention import choose_attention
-from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights, on_gpu
+from pipelinerl.models.state import checksum, device_checksum, load_adapter, load_weights, named_weights, on_gpu
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -102,6 +102,7 @@ class LocalEngine:
         self.max_length = max_length
         self._runner = self._make_runner(model, flatten=flatten)
         self._weights = named_weights(self._runner.model)
+        self._base: dict[str, Tensor] = {}  # the own weights of layers that an adapter was merged into
         self._prefill_tokens = prefill_tokens
         self._recompute_kv = kv_on_update == "recompute"
         self.version = version
@@ -464,9 +465,9 @@ class LocalEngine:
     def update_weights(self, update: WeightUpdate) -> UpdateReceipt:
         """Replace all weights now. Sequences in progress continue with the new weights from their next token on.
 
-        The receipt carries the update's checksum, verified on the engine's own parameters. Raises WeightUpdateError before
-        anything is changed if names, shapes or the version do not fit or a weight is not finite, and after the copy if the
-        checksum differs. Raises LogitsError if the previous weights produced logits that are not finite.
+        The receipt carries the update's checksum, verified on the engine's own parameters, or computed from them. Raises
+        WeightUpdateError before anything is changed if names, shapes or the version do not fit or a weight is not finite,
+        and after the copy if the checksum differs; LogitsError if the weights before gave logits that are not finite.
         """
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
         if update.version < self.version:
@@ -478,13 +479,16 @@ class LocalEngine:
         except FloatingPointError as error:
             raise self._logits_error() from error
         by_device = bool(update.device_checksum) and on_gpu(self._weights)
-        load_weights(self._weights, update.tensors, known_finite=by_device)
+        if update.adapter:
+            load_adapter(self._weights, self._base, update.tensors)
+        else:
+            load_weights(self._weights, update.tensors, known_finite=by_device)
         self._runner.weights_changed()
         if by_device:
             held, sent = device_checksum(self._weights), update.device_checksum
         else:
             held, sent = checksum(self._weights), update.checksum
-        if held != sent:
+        if held != sent and sent:
             raise WeightUpdateError(
                 f"after the update to version {update.version} engine {self.name!r} holds weights of checksum {held}, not "
                 f"{sent}: it can't go on"
@@ -507,7 +511,7 @@ class LocalEngine:
         return UpdateReceipt(
             engine=self.name,
             version=update.version,
-            checksum=update.checksum,
+            checksum=update.checksum or held,
             pause_s=pause_s,
             sequences_in_flight=self.in_progress,
         )

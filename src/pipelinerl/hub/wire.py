@@ -116,7 +116,8 @@ ASKS, DEAD = 0, -1
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Engines may take update `number` (from 1), which has this checksum. `device_checksum`, `path`: see `WeightUpdate`.
 
-    `engine`: number of the generation process that it is for; None: of all that have asked.
+    `adapter`: the checksum of the tensors that are sent, if these are an adapter's. `engine`: number of the generation
+    process that it is for; None: of all that have asked.
     """
 
     number: int
@@ -124,6 +125,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
     checksum: str
     device_checksum: str = ""
     path: str = ""
+    adapter: str = ""
     engine: int | None = None
 
 

@@ -1,6 +1,6 @@
 """LoRA: trains small matrices beside frozen weights (Hu et al., arXiv 2106.09685).
 
-Engines need no support for it: they get W + scale * B A under the names that the model has without adapters.
+Engines compute with W + scale * B A, as if there were no adapters: they get these weights, or merge an adapter themselves.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pipelinerl.config.schema import LoraConfig
 from pipelinerl.errors import CheckpointError, ConfigError, UnsupportedModelError
 from pipelinerl.extras import require
 from pipelinerl.models.loading import ADAPTER_FOLDER
-from pipelinerl.models.state import checksum, named_weights, write_safetensors
+from pipelinerl.models.state import Adapter, checksum, merge, named_weights, write_safetensors
 
 require("lora", "model.lora")  # before the import, which fails without
 
@@ -33,8 +33,6 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_checksum"
 _NAME = "default"
-Adapter = Mapping[str, tuple[nn.Parameter, nn.Parameter, float]]
-"""A, B and the scale of each layer, by its path: an adapter beside the one that the model computes with."""
 
 
 class LoraModel:
@@ -61,21 +59,23 @@ class LoraModel:
         self.layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLinear)}
 
     @torch.no_grad()
-    def weights(self, adapter: Adapter | None = None) -> dict[str, Tensor]:
-        """All weights of the model by the names that they have without adapters; adapters are merged into linear layers.
+    def weights(self) -> dict[str, Tensor]:
+        """All weights of the model by the names that they have without adapters; the adapter is merged into linear layers.
 
-        Merged weights are new tensors, in the type of the model's weights; the model is not changed. `adapter`: instead of
-        the one in use; one without layers gives the model's own weights.
+        Merged weights are new tensors, in the type of the model's weights; the model is not changed.
         """
         found = {
             name.replace(".base_layer.", "."): weight
             for name, weight in named_weights(self.model).items()
             if ".lora_" not in name
         }
-        adapter = {path: layer.adapter() for path, layer in self.layers.items()} if adapter is None else adapter
         return found | {
-            f"{path}.weight": merge(self.layers[path].base_layer.weight, *matrices) for path, matrices in adapter.items()
+            f"{path}.weight": merge(layer.base_layer.weight, *layer.adapter()) for path, layer in self.layers.items()
         }
+
+    def adapter(self) -> Adapter:
+        """The one in use."""
+        return {path: layer.adapter() for path, layer in self.layers.items()}
 
     def new_adapter(self, rank: int, alpha: float, *, seed: int) -> Adapter:
         """Another adapter for the same layers. As in peft, A is uniform in +-1 / sqrt(I), drawn from `seed`, and B is 0."""
@@ -212,11 +212,6 @@ class LoraLinear(peft.tuners.lora.Linear):  # type: ignore[misc]
     def adapter(self) -> tuple[nn.Parameter, nn.Parameter, float]:
         (name,) = self.active_adapters
         return self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-
-
-def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float) -> Tensor:
-    """W + scale * B A, computed in the adapter's type and rounded once to the type of W. Exactly W if B is 0."""
-    return torch.addmm(weight_OI.to(a_rI.dtype), b_Or, a_rI, alpha=scale).to(weight_OI.dtype)
 
 
 class _MergedLinear(torch.autograd.Function):

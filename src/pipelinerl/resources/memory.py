@@ -84,7 +84,8 @@ def predict(config: RunConfig, shape: ModelShape, gpus: Mapping[str, Sequence[in
         found += [Use("the process itself", TORCH_PROCESS, role=role)]
         found += [use._replace(device=to.get(use.device, use.device)) for use in there]
     if config.launch.kind != "embedded" and not broadcast and not engine.weights_dir:
-        found.append(Use("weights in transfer", size if engine.kind == "local" else 2 * size))  # for servers, two files
+        moved = 4 * _adapter(config, shape) if config.weights.encoding == "adapter" else size
+        found.append(Use("weights in transfer", moved if engine.kind == "local" else 2 * size))  # for servers, two files
     return found
 
 
@@ -107,6 +108,11 @@ def _engine(config: RunConfig, shape: ModelShape) -> list[Use]:
     packed = item * sum(map(prod, shape.linears.values())) if engine.device == "cpu" and item == 4 else 0
     uses = [
         Use("weights", size, device),
+        Use(
+            "weights without adapter",
+            item * sum(map(prod, _adapted(shape))) * (config.weights.encoding == "adapter"),
+            device,
+        ),
         Use("KV cache", engine.slots * (shape.kv_width * length * item + shape.state * 4), device),  # states are in float32
         Use("activations", activations, device, varies=True),
         Use("packed weights", packed, varies=True),  # in the layout of the kernels, if the forward can be exported
@@ -114,7 +120,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> list[Use]:
     ]
     staged = int(engine.kind != "local")  # an update of a server, as it arrives
     if config.weights.kind == "collective":
-        staged = 2 if config.weights.encoding == "delta" else 1
+        staged = {"full": 1, "delta": 2, "adapter": 0}[config.weights.encoding]
     if engine.kind == "vllm" and device != HOST:
         workers, first = engine.vllm_workers, int(device.partition(":")[2])
         sizes = [(size // workers, False), (sum(use.size for use in uses[1:]) // workers, True)]
@@ -133,8 +139,8 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
     """
     trainer, item, lora, ranks = config.trainer, ITEM_BYTES[config.model.dtype], config.model.lora, config.trainer.ranks
     device, size, rows = trainer.rank_device(rank), item * shape.parameters, -(-shape.parameters // ranks)
-    adapted = [sizes for name, sizes in shape.linears.items() if name != shape.head]
-    trained = rows if lora is None else sum(lora.rank * sum(sizes) for sizes in adapted)
+    adapted = _adapted(shape)
+    trained = rows if lora is None else _adapter(config, shape)
     alone, sharded = lora is None and ranks == 1, lora is None and ranks > 1
     # A layer is gathered while the one before it computes. Embedding and head stay gathered, and their gradients.
     ends = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
@@ -149,7 +155,7 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
     kept = inputs + kept_of_layer if trainer.gradient_checkpointing else shape.layers * kept_of_layer
     published = size if lora is None else item * sum(map(prod, adapted))  # merged copies of the layers with adapters
     refers = trainer.loads_reference and config.launch.preprocessor != "process" and bool(trainer.teacher or lora is None)
-    sent = (3 if config.weights.encoding == "delta" else 1) * (config.weights.kind == "collective")
+    sent = {"full": 1, "delta": 3, "adapter": 0}[config.weights.encoding] * (config.weights.kind == "collective")
     head = 4 * shape.vocabulary * shape.hidden * (item != 4)
     # The logits of a micro-batch; or those of a chunk, with two temporaries, and the head's gradient in float32.
     item_of_logits, chunk, every = 4 if config.model.head_dtype else item, trainer.head_chunk, tokens * shape.vocabulary
@@ -172,6 +178,16 @@ def _trainer(config: RunConfig, shape: ModelShape, rank: int) -> list[Use]:
         Use(REFERENCE, -(-item * (shape.teacher or shape.parameters) // ranks) * refers, device),
         Use("staged weights", sent * size * (rank == 0), device),
     ]
+
+
+def _adapted(shape: ModelShape) -> list[tuple[int, int]]:
+    """The sizes of the layers that `model.lora` gives adapters by default."""
+    return [sizes for name, sizes in shape.linears.items() if name != shape.head]
+
+
+def _adapter(config: RunConfig, shape: ModelShape) -> int:
+    """How many numbers its matrices have."""
+    return config.model.lora.rank * sum(map(sum, _adapted(shape))) if config.model.lora else 0
 
 
 # ---- judgement: the prediction against a machine

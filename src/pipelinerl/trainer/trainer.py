@@ -218,7 +218,7 @@ class Trainer:
     def _publish(self) -> None:
         self._probe.expect(self._version)
         with self._status.spending("publish"):
-            checksum = self._sender.send(self._version, self._learner.weights())
+            checksum = self._sender.send(self._version, self._learner.weights(), self._learner.adapter())
         if checksum and checksum != self._published_before.pop(self._version, checksum):
             raise CheckpointError(
                 f"the checkpoint of version {self._version} was changed: the run has published other weights as this one; "

@@ -50,7 +50,8 @@ class Receiver:
         if self.offered() is None or (offer := self._offer) is None:
             return None
         self.taken, self._offer = offer, None
-        return WeightUpdate(offer.version, offer.checksum, self._tensors(offer), offer.device_checksum, offer.path)
+        about = (offer.device_checksum, offer.path, bool(offer.adapter))
+        return WeightUpdate(offer.version, offer.checksum, self._tensors(offer), *about)
 
     def acknowledge(self, receipt: UpdateReceipt) -> None:
         """Send the receipt for the update that was taken last. Raises ValueError if no update is waiting for one."""
@@ -92,7 +93,7 @@ class SharedWeightReceiver(Receiver):
                 self._unpin = pin_all(self._views, torch.device(self._device))
         # A GPU verifies the device's checksum, if there is one, on its own parameters. It stands still here.
         if self._device == "cpu" or not offer.device_checksum:
-            require_intact(self._views, offer.version, offer.checksum)
+            require_intact(self._views, offer.version, offer.adapter or offer.checksum)
         return self._views
 
 

@@ -25,7 +25,7 @@ from pipelinerl.files import remedy
 from pipelinerl.hub import wire
 from pipelinerl.interfaces import Messages
 from pipelinerl.models.state import checksum, device_checksum, digests_of, not_finite, on_gpu
-from pipelinerl.types import UpdateReceipt, WeightTransfer
+from pipelinerl.types import Encoding, UpdateReceipt, WeightTransfer
 from pipelinerl.weights.layout import Layout, layout_of, make_buffer, pin_all
 
 _POLL_S = 0.0005
@@ -39,15 +39,21 @@ class Sender(ABC):
     """
 
     def __init__(
-        self, hub: Messages, engines: int, *, timeout_s: float = 120.0, give_up: Callable[[], bool] = lambda: False
+        self,
+        hub: Messages,
+        engines: int,
+        *,
+        encoding: Encoding = "full",
+        timeout_s: float = 120.0,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`timeout_s`: how long to wait for answers.
+        """`encoding`: delta is for a broadcast. `timeout_s`: how long to wait for answers.
 
         `give_up` returns True when the run is ending, and engines may be gone: the sender then neither waits nor sends.
         """
         self.transfer: WeightTransfer | None = None
         self.digests: Mapping[str, str] = {}
-        self._hub, self._timeout_s, self._give_up = hub, timeout_s, give_up
+        self._hub, self._encoding, self._timeout_s, self._give_up = hub, encoding, timeout_s, give_up
         self._answered = dict.fromkeys(range(engines), 0)  # number of the update
         self._names = {engine: f"number {engine}" for engine in range(engines)}
         self._layout: Layout | None = None
@@ -59,15 +65,18 @@ class Sender(ABC):
         self._problem: str | None = None
         hub.handle(wire.EngineAnswer, self._on_answer)
 
-    def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+    def send(self, version: int, tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor] | None = None) -> str:
         """Copy the tensors and offer the copies. Returns their checksum, or "" if the run is ending.
+
+        With the encoding adapter, only the tensors of `adapter` are copied, which `tensors` are the result of.
 
         Versions must rise, and names, types, shapes and tying must not change; otherwise raises WeightUpdateError. Also
         raises it if an engine did not acknowledge the previous update in time, or holds other weights.
         """
         if self._sent is not None and version <= self._sent.version:
             raise WeightUpdateError(f"weight versions must rise: {version} was sent after {self._sent.version}")
-        layout, source = layout_of(tensors), next(iter(tensors.values())).device if on_gpu(tensors) else None
+        moved = adapter if adapter and self._encoding == "adapter" else tensors
+        layout, source = layout_of(moved), next(iter(moved.values())).device if on_gpu(moved) else None
         if self._layout not in (None, layout):
             raise WeightUpdateError("the weights differ from those of earlier updates in names, types, shapes or tying")
         copies = self._buffer(layout, source) if self._wait_for_answers() else None
@@ -76,15 +85,16 @@ class Sender(ABC):
         self._begin_s = time.monotonic()
         with torch.no_grad():
             for name in dict.fromkeys(layout.first_names().values()):
-                copies[name].copy_(tensors[name], non_blocking=tensors[name].is_cuda)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+                copies[name].copy_(moved[name], non_blocking=moved[name].is_cuda)
+        for device in {tensor.device for tensor in moved.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        self.digests = digests_of(copies)
+        self.digests = digests_of(copies if moved is tensors else tensors)
         self._layout, self._sent_s = layout, time.monotonic()
         self._sent = wire.Offer(
             number=self._sent.number + 1 if self._sent else 1,
             version=version,
-            checksum=checksum(copies, self.digests),
+            checksum=checksum(tensors, self.digests),
+            adapter="" if moved is tensors else checksum(copies),
             device_checksum="" if source is None or not_finite(tensors) else device_checksum(tensors),
             path=self._path,
         )
@@ -113,8 +123,9 @@ class Sender(ABC):
 
     def _publish(self, offer: wire.Offer) -> None:
         """Make the update available: by default it is, as soon as the copies are made."""
-        size = 0 if self._layout is None else self._layout.buffer_bytes
-        self._offer(offer, WeightTransfer(version=offer.version, bytes=size, time_s=time.monotonic() - self._begin_s))
+        size, time_s = 0 if self._layout is None else self._layout.buffer_bytes, time.monotonic() - self._begin_s
+        encoding: Encoding = "adapter" if offer.adapter else "full"
+        self._offer(offer, WeightTransfer(version=offer.version, bytes=size, time_s=time_s, encoding=encoding))
 
     def _offer(self, offer: wire.Offer, transfer: WeightTransfer) -> None:
         self.transfer, self._offered = transfer, offer.number

@@ -303,6 +303,9 @@ VLLM = "engine: {kind: vllm, python: p, vllm_args: "
         (VLLM + "[--weight-transfer-config.backend=nccl]}", "engine.vllm_args", "sets --weight-transfer-config itself"),
         (VLLM + "[-tp, '2']}\nweights: {kind: collective}", "weights.kind", "asks for 2; set it to shared"),
         ("launch: {kind: ray}\nweights: {kind: shared}", "weights.kind", "set it to collective"),
+        ("weights: {encoding: delta}", "weights.encoding", "weights.kind to collective"),
+        ("weights: {encoding: adapter}", "weights.encoding", "with model.lora and the `local` engine"),
+        ("weights: {encoding: adapter}\nmodel: {lora: {}}\nengine: {kind: http}", "weights.encoding", "set it to full"),
         ("launch: {kind: ray}\nengine: {device: 'cuda:1'}", "engine.device", "write cuda"),
         ("trainer: {loss: ppo}\ncorrection: {token: truncate}", "correction.token", "set it to a mask"),
         ("trainer: {loss: gspo}\ncorrection: {sequence: geo_truncate}", "correction.sequence", "set it to a mask"),
@@ -347,6 +350,7 @@ def test_a_key_without_an_effect_is_refused(need: Need) -> None:
         "engine: {kind: http, servers: 2}\nlaunch: {preprocessor: process}",
         "engine: {kind: http, urls: ['https://a:1', 'http://b:2/'], api_key_env: KEY}",
         "weights: {kind: collective, encoding: delta}",
+        "weights: {encoding: adapter}\nmodel: {lora: {}}",
     ],
 )
 def test_combinations_that_make_sense_pass(tmp_path: Path, text: str) -> None:

@@ -12,11 +12,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
-from pipelinerl.errors import CheckpointError, ConfigError
+from pipelinerl.engine import LocalEngine
+from pipelinerl.errors import CheckpointError, ConfigError, WeightUpdateError
+from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import ADAPTER_FOLDER, refuse_adapter
 from pipelinerl.models.lora import LoraLinear, LoraModel
 from pipelinerl.models.packed import PackedRow, training_forward
-from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.models.state import checksum, load_weights, named_weights, tensors_of
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.step import Learner
 from pipelinerl.types import Segment
@@ -58,6 +60,25 @@ def logits(model: Any) -> torch.Tensor:
     forward = training_forward(model)
     with torch.no_grad():
         return forward(PackedRow.of([SEGMENT]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_engine_merges_an_adapter_to_the_bit(dtype: torch.dtype) -> None:
+    lora, model = with_adapters(dtype=dtype), make_model("llama").to(dtype)
+    engine, own = LocalEngine(model, slots=2, max_length=32), checksum(named_weights(model))
+    for version in (1, 2):
+        whole = checksum(stir(lora).weights())
+        update = WeightUpdate(version, whole, tensors_of(lora.adapter()), adapter=True)
+        assert engine.update_weights(update).checksum == whole == checksum(named_weights(model)) != own
+    only_one = {name: tensor for name, tensor in update.tensors.items() if "layers.0.mlp.up_proj" in name}
+    assert engine.update_weights(WeightUpdate(3, "", only_one, adapter=True)).checksum not in (whole, own)
+    unknown = {f"other.{name}": tensor for name, tensor in only_one.items()}
+    with pytest.raises(WeightUpdateError, match=r"1 unknown \(other\.model\.layers\.0\.mlp\.up_proj\.weight\)"):
+        engine.update_weights(WeightUpdate(4, "", unknown, adapter=True))
+    infinite = {name: torch.full_like(tensor, torch.inf) for name, tensor in only_one.items()}
+    with pytest.raises(WeightUpdateError, match="3 with values that are not finite"):
+        engine.update_weights(WeightUpdate(4, "", infinite, adapter=True))
+    assert engine.update_weights(WeightUpdate(4, "", {}, adapter=True)).checksum == own
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

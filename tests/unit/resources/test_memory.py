@@ -211,6 +211,8 @@ HEAD = 4 * BILLION.vocabulary * BILLION.hidden
         (BF16, "generation", "packed weights", 0),
         ("--model.lora={rank: 8}", "training", "Adam's moments", 8 * 8 * (1 << 16)),
         ("--model.lora={rank: 8}", "training", "weights to be published", 4 << 30),
+        ("--model.lora={rank: 8} --weights.encoding=adapter", "generation", "weights without adapter", 4 << 30),
+        ("--model.lora={rank: 8} --weights.encoding=adapter", BETWEEN, "weights in transfer", 4 * 8 * (1 << 16)),
         (KL, "training", "reference model", 4 * GB),
         (f"{KL} --trainer.teacher=http://teacher:1", "training", "reference model", 0),
         (f"{KL} --trainer.teacher=demo --model.lora={{}}", "training", "reference model", 4 * GB),

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
 from pipelinerl.hub.hub import DirectMessages
-from pipelinerl.models.state import checksum, load_weights, named_weights
+from pipelinerl.models.state import checksum, load_weights, named_weights, tensors_of
 from pipelinerl.serving.incoming import read_file
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import receiving, sending
+from pipelinerl.weights.layout import mapped
 from pipelinerl.weights.receiving import Receiver, SharedWeightReceiver
 from pipelinerl.weights.sending import MemoryWeightSender, Sender, SharedWeightSender, WeightFolder
 from tests.limits import small_files
@@ -121,6 +122,24 @@ def test_updates_arrive_exactly_and_once(ends: Ends) -> None:
         assert 0 < transfer.time_s < time.monotonic() - begin_s
     sender.close()
     receiver.close()
+
+
+def test_of_an_adapter_only_its_own_tensors_are_sent(file: Shared) -> None:
+    sender, receiver, whole = file.sender(encoding="adapter"), file.receiver(), named_weights(Tied())
+    for version in (0, 1):
+        adapter = tensors_of({"layer": (torch.randn(2, 3), torch.randn(5, 2), 1 / 3)})
+        digest = sender.send(version, whole, adapter)
+        update = receiver.poll()
+        assert update is not None
+        assert (update.checksum, update.adapter) == (digest, True) == (checksum(whole), True)
+        assert same(dict(update.tensors), adapter)
+        assert (transfer := sender.transfer) is not None
+        assert (transfer.encoding, transfer.bytes) == ("adapter", 4 * (2 * 3 + 5 * 2 + 1))
+        receiver.acknowledge(receipt(version, digest))
+    sender.send(2, whole, adapter)
+    mapped(file.fd)["layer.A"][0, 0] += 1
+    with pytest.raises(WeightUpdateError, match="weights of version 2 arrived damaged"):
+        receiver.poll()
 
 
 def test_versions_rise_and_only_what_was_taken_is_acknowledged(ends: Ends) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl.environments.chat.conversation import ChatMessage, Conversation, ToolCall, ToolSchema
+from pipelinerl.environments.chat.conversation import ChatAnswer, ChatMessage, Conversation, ToolCall, ToolSchema
 from pipelinerl.environments.single_turn import Score, Task
 from pipelinerl.environments.user.code import score_of, turn_rewards_of
 from pipelinerl.errors import EnvironmentSetupError, PromptTooLongError, RolloutError
@@ -60,6 +60,38 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         ) from error
 
 
+async def take_turns(
+    conversation: Conversation,
+    history: list[ChatMessage],
+    respond: Callable[[ChatAnswer], Awaitable[Sequence[ChatMessage]]],
+    tools: Sequence[ToolSchema] = (),
+    *,
+    max_turns: int,
+    max_tokens: int | None = None,
+) -> dict[str, float]:
+    """Let the model take turns. `history` gets each one, and the messages that `respond` returns for it; none end it.
+
+    Metrics: `out_of_turns` (`max_turns` ended it) and `out_of_context` (there was no room for another turn). Raises
+    PromptTooLongError only if `history` is too long as it is.
+    """
+    ended, before = "", len(history)
+    for _ in range(max_turns):
+        try:
+            reply = await conversation.ask(history, tools, max_tokens=max_tokens)
+        except PromptTooLongError:
+            if len(history) == before:
+                raise
+            ended = "out_of_context"
+            break
+        history.append(reply.message)
+        if not (messages := await respond(reply)):
+            break
+        history += messages
+    else:
+        ended = "out_of_turns"
+    return {name: float(name == ended) for name in ("out_of_turns", "out_of_context")}
+
+
 async def use_tools(
     task: Task,
     client: GenerationClient,
@@ -72,40 +104,38 @@ async def use_tools(
     """Let the model call tools until a turn has no tool calls or `max_turns` is reached.
 
     `judge` gets the model's last text and the whole history. It returns the score, and what each turn earned of it, if it
-    knows this. Metrics: its own, those of the conversation, `tool_calls`, `tool_errors`, `out_of_turns` (the last allowed
-    turn called a tool) and `out_of_context` (results left no room for another turn). Raises PromptTooLongError only if the
-    first prompt is too long.
+    knows this. Metrics: its own, those of the conversation and of `take_turns`, `tool_calls` and `tool_errors`. Raises
+    PromptTooLongError only if the first prompt is too long.
     """
     by_name = {tool.name: tool for tool in tools}
     conversation = Conversation(client, template_options=task.template_options)
     history: list[ChatMessage] = list(messages)
-    answer, calls, errors = "", 0, 0
-    out_of_turns, out_of_context = True, False
-    for turn in range(max_turns):
-        try:
-            reply = await conversation.ask(history, [tool.schema for tool in tools], max_tokens=task.max_tokens)
-        except PromptTooLongError:
-            if turn == 0:
-                raise
-            out_of_turns, out_of_context = False, True
-            break
-        answer = reply.text
-        history.append(reply.message)
-        if not reply.calls:
-            out_of_turns = False
-            break
-        for number, call in enumerate(reply.calls):
+    answer, failures = "", list[bool]()
+
+    async def respond(reply: ChatAnswer) -> list[ChatMessage]:
+        nonlocal answer
+        answer, found = reply.text, list[ChatMessage]()
+        for place, call in zip(tool_messages(reply), reply.calls, strict=True):
             result, failed = await _result(call, by_name)
-            calls, errors = calls + 1, errors + failed
-            call_id = reply.message["tool_calls"][number]["id"]
-            history.append({"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result})
-    counts = {"tool_calls": calls, "tool_errors": errors, "out_of_turns": out_of_turns, "out_of_context": out_of_context}
-    metrics = conversation.metrics | {name: float(count) for name, count in counts.items()}
+            failures.append(failed)
+            found.append({**place, "content": result})
+        return found
+
+    schemas, most = [tool.schema for tool in tools], task.max_tokens
+    ended = await take_turns(conversation, history, respond, schemas, max_turns=max_turns, max_tokens=most)
+    counts = {"tool_calls": float(len(failures)), "tool_errors": float(sum(failures))}
+    metrics = conversation.metrics | counts | ended
     (reward, judged), earned = await judge(answer, history)
     turns = conversation.turns
     if earned is not None:
         turns = tuple(msgspec.structs.replace(turn, reward=one) for turn, one in zip(turns, earned, strict=True))
     return Rollout(turns=turns, reward=reward, metrics={**metrics, **judged})
+
+
+def tool_messages(reply: ChatAnswer) -> list[ChatMessage]:
+    """The message for the result of each of its calls, without the content."""
+    made = zip(reply.calls, reply.message.get("tool_calls", ()), strict=True)
+    return [{"role": "tool", "name": one.name, "tool_call_id": call["id"]} for one, call in made]
 
 
 async def _result(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:

@@ -18,13 +18,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
+from pipelinerl.channel import LOOPBACK, free_port
 from pipelinerl.config.schema import Count, Positive
 from pipelinerl.environments.chat.conversation import ChatAnswer, ChatMessage, Conversation, ToolSchema
-from pipelinerl.environments.chat.tool_use import require_chat, shortened, texts_of
+from pipelinerl.environments.chat.tool_use import require_chat, shortened, take_turns, texts_of, tool_messages
 from pipelinerl.environments.options import Arguments, Options
 from pipelinerl.environments.prompts import check_template_options, with_system
 from pipelinerl.environments.single_turn import Task
-from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, PromptTooLongError, RolloutError
+from pipelinerl.errors import EnvironmentSetupError, MissingDependencyError, RolloutError
 from pipelinerl.interfaces import GenerationClient, Tokenizer
 from pipelinerl.process.child import ChildProcess
 from pipelinerl.types import Problem, Rollout, finite
@@ -105,33 +106,25 @@ class OpenEnv(Task):
     async def rollout(self, problem: Problem, client: GenerationClient) -> Rollout:
         options, rewards = self._options, list[float]()
         conversation = Conversation(client, template_options=self.template_options)
-        out_of_turns, out_of_context = True, False
         async with self._session() as act:
             result = await act("reset", **(options.reset or {}), seed=problem.payload["seed"])
             question: ChatMessage = {"role": "user", "content": self._text(result.observation)}
             history, tools = [*with_system(options.system, []), question], await self._tools(act)
-            for turn in range(options.max_turns):
-                try:
-                    reply = await conversation.ask(history, tools)
-                except PromptTooLongError:
-                    if turn == 0:
-                        raise
-                    out_of_turns, out_of_context = False, True
-                    break
-                history.append(reply.message)
-                actions = self._actions(reply)
-                for action, place in actions:
+
+            async def respond(reply: ChatAnswer) -> list[ChatMessage]:
+                nonlocal result
+                messages = list[ChatMessage]()
+                for action, place in self._actions(reply):
                     result = await act("step", action)
                     rewards.append(finite(result.reward or 0.0, "the reward of a step"))
                     shown = (_tool_result if options.tools else self._text)(result.observation)
-                    history.append({**place, "content": shortened(shown)})
+                    messages.append({**place, "content": shortened(shown)})
                     if result.done:
-                        break
-                if result.done or not actions:
-                    out_of_turns = False
-                    break
-        counts = {"steps": len(rewards), "done": result.done, "out_of_turns": out_of_turns, "out_of_context": out_of_context}
-        metrics = conversation.metrics | {name: float(count) for name, count in counts.items()}
+                        return []
+                return messages
+
+            ended = await take_turns(conversation, history, respond, tools, max_turns=options.max_turns)
+        metrics = conversation.metrics | {"steps": float(len(rewards)), "done": float(result.done)} | ended
         total = sum(rewards) if options.reward == "sum" else [0.0, *rewards][-1]
         return Rollout(turns=conversation.turns, reward=total, metrics=metrics)
 
@@ -139,14 +132,10 @@ class OpenEnv(Task):
         """The actions of an answer, each with the message that its observation becomes, without the content."""
         if not self._options.tools:
             return [(self._action(reply.text), {"role": "user"})]
-        made = zip(reply.calls, reply.message.get("tool_calls", ()), strict=True)
-        calls: list[tuple[dict[str, Any], ChatMessage]] = [
-            (_tool_call(*one), {"role": "tool", "name": one.name, "tool_call_id": call["id"]}) for one, call in made
-        ]
-        if not calls and self._options.answer:
+        if not reply.calls and self._options.answer:
             tool, _, argument = self._options.answer.partition(".")
             return [(_tool_call(tool, {argument: reply.text}), {"role": "user"})]
-        return calls
+        return [(_tool_call(*call), place) for call, place in zip(reply.calls, tool_messages(reply), strict=True)]
 
     def _text(self, observation: dict[str, Any]) -> str:
         text = self._shown(observation)
@@ -193,8 +182,7 @@ class OpenEnv(Task):
 
     def _start(self, command: list[str]) -> str:
         """Start a server on the loopback interface. Returns its address."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         words = [word.replace("{port}", str(port)) for word in command]
         if words == command:
             raise EnvironmentSetupError("environment.args.command has no {port}, which stands for the server's port")
@@ -203,7 +191,7 @@ class OpenEnv(Task):
 
         def listens() -> bool:
             with socket.socket() as one:
-                return one.connect_ex(("127.0.0.1", port)) == 0
+                return one.connect_ex((LOOPBACK, port)) == 0
 
         try:
             process = ChildProcess(words)
@@ -213,7 +201,7 @@ class OpenEnv(Task):
         if not process.wait_until(listens, START_TIMEOUT_S):
             what = f"does not listen after {START_TIMEOUT_S:g} s" if process.running else process.how_it_ended()
             raise EnvironmentSetupError(f"environment.args.command: the server ({' '.join(words)}) {what}")
-        return f"http://127.0.0.1:{port}"
+        return f"http://{LOOPBACK}:{port}"
 
 
 def _problem(seed: int) -> Problem:

@@ -358,7 +358,7 @@ class TrainingReplay:
     transfer: WeightTransfer | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
 
-    def send(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+    def send(self, version: int, tensors: Mapping[str, Tensor], _: Mapping[str, Tensor]) -> str:
         """Raises ReplayDifferenceError, with the first parameter, for other weights than the run published."""
         self.digests = digests_of(tensors)
         whole = checksum(tensors, self.digests)

@@ -137,7 +137,8 @@ def _sender(session: Session, hub: HubClient, give_up: Callable[[], bool]) -> We
 
     parents = [Path(engine.weights_dir)] if engine.weights_dir else [SHARED_MEMORY, session.run.control]
     file = session.here.weights if engine.kind == "local" else WeightFolder(*parents)
-    return SharedWeightSender(file, hub, engine.processes, timeout_s=timeout_s, give_up=give_up)
+    options = {"encoding": config.weights.encoding, "timeout_s": timeout_s, "give_up": give_up}
+    return SharedWeightSender(file, hub, engine.processes, **options)
 
 
 def _broadcast_address(urls: Iterable[str]) -> str:

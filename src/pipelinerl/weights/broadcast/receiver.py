@@ -149,7 +149,7 @@ class BroadcastReceiver:
             group.broadcast(delta_U8, self._require_open)
             apply(delta_U8, self._buffer_U8)
         offer = incoming.offer
-        require_intact(self._tensors, offer.version, offer.checksum)
+        require_intact(self._tensors, offer.version, offer.adapter or offer.checksum)
         self._staged = WeightUpdate(offer.version, offer.checksum, self._tensors, offer.device_checksum)
         self._store.set(store_key("staged", self._index, number), "")
 

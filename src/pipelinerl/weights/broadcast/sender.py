@@ -72,22 +72,19 @@ class CollectiveWeightSender(Sender):
         join_timeout_s: float = 120.0,
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device = _CPU,
-        encoding: Encoding = "full",
         **options: Any,
     ) -> None:
         """`host`: the address of this machine at which the receivers meet. They prove that they have `key`.
 
         `engines`: how many answer, if not each receiver. `stall_s`: a transfer may make no progress for twice as long.
         `join_timeout_s`: how long to wait for all receivers to connect. `device`: where this process computes; with nccl the
-        copy to send is there. `encoding` delta: send what differs from the previous update, if that is fewer bytes. Needs a
-        second copy of the weights. `options`: see `Sender`.
+        copy to send is there. `options`: see `Sender`; the encoding delta needs a second copy of the weights.
         """
         super().__init__(hub, receivers if engines is None else engines, **options)
         self._receivers, self._bound_s, self._join_timeout_s = receivers, 2 * stall_s, join_timeout_s
         self._bucket_bytes, self._device, self._gpu = bucket_bytes, device, gpu_of(device)
         self._key, self._listener = key, listen(host)
         self.host, self.port = self._listener.getsockname()[:2]
-        self._encoding = encoding
         self._staging_U8 = self._base_U8 = torch.empty(0, dtype=torch.uint8)  # the update, and with deltas the previous one
         self._backend: Backend | None = None if self._gpu else "gloo"  # None: it depends on the receivers
         self._labels = [f"number {index}" for index in range(receivers)]
@@ -208,7 +205,7 @@ class CollectiveWeightSender(Sender):
         except BroadcastEndedError as error:
             raise self._explained(error, staged) from error
         time_s = time.monotonic() - self._begin_s
-        encoding: Encoding = "full" if delta_U8 is None else "delta"
+        encoding: Encoding = "adapter" if offer.adapter else "full" if delta_U8 is None else "delta"
         self._offer(offer, WeightTransfer(version=offer.version, bytes=sent_U8.numel(), time_s=time_s, encoding=encoding))
 
     def _explained(self, error: BroadcastEndedError, staged: Sequence[str]) -> BroadcastEndedError:

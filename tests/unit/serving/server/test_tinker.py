@@ -74,6 +74,8 @@ def reference(loss: str, logprobs_N: torch.Tensor, one: TrainingDatum, settings:
     for ratio, logprob, advantage in zip(ratio_N, logprobs_N, given["advantages"], strict=True):
         if loss == "importance_sampling":
             total = total - ratio * advantage
+        elif loss == "dro":
+            total = total - (logprob * advantage - 0.05 * ratio.log() ** 2)
         elif loss == "cispo":
             total = total - ratio.clamp(low, high).detach() * logprob * advantage
         else:
@@ -81,7 +83,12 @@ def reference(loss: str, logprobs_N: torch.Tensor, one: TrainingDatum, settings:
     return total
 
 
-SETTINGS = {"ppo": CLIP, "cispo": CLIP, "gspo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.05}}
+SETTINGS = {
+    "ppo": CLIP,
+    "cispo": CLIP,
+    "dro": {"beta": 0.1},
+    "gspo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.05},
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +115,8 @@ def test_a_loss_and_its_gradient_are_those_of_the_documented_formula(learner: Ad
     parts = [learner.forward_backward(trained, request(loss, part, **settings)) for part in (data[:3], data[3:])]
 
     plain = byte_model()
-    merged = {name: weight.clone().requires_grad_() for name, weight in learner.adapters.weights(trained.adapter).items()}
+    learner.adapters.use(trained.adapter)
+    merged = {name: weight.clone().requires_grad_() for name, weight in learner.adapters.weights().items()}
     total = torch.zeros(())
     for one, found in zip(data, [row for logprobs, _ in parts for row in logprobs], strict=True):
         logits = torch.func.functional_call(plain, merged, (torch.tensor([one.tokens]),), tie_weights=False).logits[0]
@@ -208,7 +216,7 @@ def test_no_path_leaves_the_folder(learner: AdapterLearner, path: str) -> None:
     [
         ({"loss": "stable_reinforce"}, "there is no loss 'stable_reinforce' here; there are cross_entropy, "),
         ({"settings": {"beta": 1.0}}, "loss_fn_config: ppo has clip_low_threshold, clip_high_threshold"),
-        ({"settings": {"clip_low_threshold": float("nan")}}, "which are finite"),
+        ({"settings": {"clip_low_threshold": float("nan")}}, "as finite numbers"),
         ({"loss": "cross_entropy"}, "it differs in advantages"),
         ({"data": []}, "there are no data"),
         ({"data": [datum(20, 0, target_tokens=1, logprobs=1, advantages=1)]}, "20 tokens; 1 to 15 are trained on"),
@@ -222,7 +230,9 @@ def test_a_request_that_cant_be_computed_is_refused_before_it_is_queued(changes:
         check(made, 259, 16)
 
 
-def test_gspo_has_no_default_thresholds() -> None:
+def test_settings_without_a_default_have_to_be_given() -> None:
+    with pytest.raises(RequestError, match="give dro beta as finite numbers"):
+        check(request("dro", [datum(4, 0)]), 259, 64)
     with pytest.raises(RequestError, match="give gspo clip_low_threshold and clip_high_threshold"):
         check(request("gspo", [datum(4, 0)]), 259, 16)
     check(request("gspo", [datum(4, 0)], **CLIP), 259, 16)

@@ -75,7 +75,7 @@ class TinkerService:
 
     def __init__(self, service: Service, learner: AdapterLearner) -> None:
         self._service, self._learner = service, learner
-        self._sampler = Sampler(service, learner.adapters.weights)
+        self._sampler = Sampler(service)
         self._learning = asyncio.Lock()
         self._sessions: dict[str, ClientSession] = {}
         self._saved: dict[str, SamplerTarget] = {}

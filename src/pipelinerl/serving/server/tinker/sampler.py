@@ -8,18 +8,16 @@ sample from in flight (`publish`) are applied between two tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from torch import Tensor
 
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.lora import Adapter
-from pipelinerl.models.state import checksum
+from pipelinerl.models.state import Adapter, tensors_of
 from pipelinerl.serving.server.chat import StopStrings
 from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.served import ServedRequest
@@ -47,10 +45,10 @@ class SampledFrom(NamedTuple):
 
 
 class Sampler:
-    """`merged` returns all weights of the model with an adapter. Used only in one event loop."""
+    """Used only in one event loop."""
 
-    def __init__(self, service: Service, merged: Callable[[Adapter], Mapping[str, Tensor]]) -> None:
-        self._service, self._engine, self._merged = service, service.engine, merged
+    def __init__(self, service: Service) -> None:
+        self._service, self._engine = service, service.engine
         self._held: SamplerTarget | None = None
         self._waiting: list[SamplerTarget] = []
         self._users = 0
@@ -82,11 +80,9 @@ class Sampler:
 
     async def _load(self, target: SamplerTarget) -> None:
         about, self._held = (target.name, target.version), None
-        tensors = await asyncio.to_thread(self._merged, target.adapter)
-        digest = await asyncio.to_thread(checksum, tensors)
         version = self._engine.holding.version + 1
         self._loaded[version] = about
-        await self._engine.update(WeightUpdate(version, digest, tensors))
+        await self._engine.update(WeightUpdate(version, "", tensors_of(target.adapter), adapter=True))
         self._held = target
 
     async def publish(self, target: SamplerTarget, adapter: Adapter, version: int) -> None:
