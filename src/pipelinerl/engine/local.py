@@ -29,7 +29,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.interfaces import StepOutput, WeightUpdate
 from pipelinerl.models.attention import choose_attention
-from pipelinerl.models.state import checksum, device_checksum, load_adapter, load_weights, named_weights, on_gpu
+from pipelinerl.models.state import checksum, device_checksum, load_weights, named_weights, on_gpu
 from pipelinerl.types import (
     Completion,
     EngineProgress,
@@ -480,6 +480,8 @@ class LocalEngine:
             raise self._logits_error() from error
         by_device = bool(update.device_checksum) and on_gpu(self._weights)
         if update.adapter:
+            from pipelinerl.models.adapters import load_adapter  # noqa: PLC0415 - few runs have one
+
             load_adapter(self._weights, self._base, update.tensors)
         else:
             load_weights(self._weights, update.tensors, known_finite=by_device)

@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from pipelinerl.config.schema import LoraConfig
 from pipelinerl.errors import CheckpointError, ConfigError, UnsupportedModelError
 from pipelinerl.extras import require
+from pipelinerl.models.adapters import Adapter, merge, tensors_of
 from pipelinerl.models.loading import ADAPTER_FOLDER
-from pipelinerl.models.state import Adapter, checksum, merge, named_weights, write_safetensors
+from pipelinerl.models.state import checksum, named_weights, write_safetensors
 
 require("lora", "model.lora")  # before the import, which fails without
 
@@ -73,9 +74,9 @@ class LoraModel:
             f"{path}.weight": merge(layer.base_layer.weight, *layer.adapter()) for path, layer in self.layers.items()
         }
 
-    def adapter(self) -> Adapter:
-        """The one in use."""
-        return {path: layer.adapter() for path, layer in self.layers.items()}
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter in use."""
+        return tensors_of({path: layer.adapter() for path, layer in self.layers.items()})
 
     def new_adapter(self, rank: int, alpha: float, *, seed: int) -> Adapter:
         """Another adapter for the same layers. As in peft, A is uniform in +-1 / sqrt(I), drawn from `seed`, and B is 0."""

@@ -22,7 +22,7 @@ from pipelinerl.checkpoint import OPTIMIZER_FILE, Checkpoint
 from pipelinerl.config.schema import CorrectionConfig, TrainerConfig
 from pipelinerl.errors import TrainingDivergedError
 from pipelinerl.models.packed import MAX_PADDING_WASTE, PackedRow, checkpoint_activations, training_forward
-from pipelinerl.models.state import named_weights, tensors_of, write_safetensors
+from pipelinerl.models.state import named_weights, write_safetensors
 from pipelinerl.trainer.logprobs import RowLogprobs
 from pipelinerl.trainer.losses import DEFAULT_CORRECTION, LossInputs, make_loss
 from pipelinerl.trainer.micro_batch import MicroBatch, pack_shared, padded_bins, segment_lengths
@@ -140,7 +140,7 @@ class Learner:
     def adapter(self) -> Mapping[str, Tensor]:
         """The tensors of the adapter that `weights` has merged; none without one."""
         _, lora = self._whole()
-        return {} if lora is None else tensors_of(lora.adapter())
+        return {} if lora is None else lora.tensors()
 
     def save_pretrained(self, folder: Path) -> None:
         """Write these weights as a Hugging Face folder, together with the adapter if there is one."""

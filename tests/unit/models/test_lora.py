@@ -18,7 +18,7 @@ from pipelinerl.interfaces import WeightUpdate
 from pipelinerl.models.loading import ADAPTER_FOLDER, refuse_adapter
 from pipelinerl.models.lora import LoraLinear, LoraModel
 from pipelinerl.models.packed import PackedRow, training_forward
-from pipelinerl.models.state import checksum, load_weights, named_weights, tensors_of
+from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.trainer.logprobs import FrozenModelScorer
 from pipelinerl.trainer.step import Learner
 from pipelinerl.types import Segment
@@ -68,7 +68,7 @@ def test_an_engine_merges_an_adapter_to_the_bit(dtype: torch.dtype) -> None:
     engine, own = LocalEngine(model, slots=2, max_length=32), checksum(named_weights(model))
     for version in (1, 2):
         whole = checksum(stir(lora).weights())
-        update = WeightUpdate(version, whole, tensors_of(lora.adapter()), adapter=True)
+        update = WeightUpdate(version, whole, lora.tensors(), adapter=True)
         assert engine.update_weights(update).checksum == whole == checksum(named_weights(model)) != own
     only_one = {name: tensor for name, tensor in update.tensors.items() if "layers.0.mlp.up_proj" in name}
     assert engine.update_weights(WeightUpdate(3, "", only_one, adapter=True)).checksum not in (whole, own)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.files import shared_memory
 from pipelinerl.hub.hub import DirectMessages
-from pipelinerl.models.state import checksum, load_weights, named_weights, tensors_of
+from pipelinerl.models.adapters import tensors_of
+from pipelinerl.models.state import checksum, load_weights, named_weights
 from pipelinerl.serving.incoming import read_file
 from pipelinerl.types import UpdateReceipt
 from pipelinerl.weights import receiving, sending

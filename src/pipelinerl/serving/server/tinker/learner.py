@@ -29,9 +29,9 @@ import torch
 from pipelinerl.checkpoint import HIDDEN, STATE_FILE, Checkpoint, CheckpointState, install
 from pipelinerl.config.schema import LoraConfig, TrainerConfig
 from pipelinerl.errors import INVALID_DATA, CheckpointError, RequestError, TrainingDivergedError
+from pipelinerl.models.adapters import Adapter
 from pipelinerl.models.lora import LoraModel
 from pipelinerl.models.packed import PackedRow
-from pipelinerl.models.state import Adapter
 from pipelinerl.serving.server.tinker.losses import loss_terms
 from pipelinerl.serving.server.tinker.wire import AdamSettings, Array, ForwardBackward, TrainingDatum
 from pipelinerl.trainer.micro_batch import pack_shared, padded_bins

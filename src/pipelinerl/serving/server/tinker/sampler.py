@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from pipelinerl.environments.prompts import TextStream, plain_decoder
 from pipelinerl.interfaces import WeightUpdate
-from pipelinerl.models.state import Adapter, tensors_of
+from pipelinerl.models.adapters import Adapter, tensors_of
 from pipelinerl.serving.server.chat import StopStrings
 from pipelinerl.serving.server.http import RefusedError
 from pipelinerl.serving.server.served import ServedRequest
