@@ -158,7 +158,7 @@ class WeightUpdate(NamedTuple):
 
     `tensors`: read-only views of the transport's memory, valid until the update is acknowledged; empty if engine servers
     receive the weights, or read them from the file at `path`. `device_checksum`: computed by the trainer's GPU
-    (`models.device`); "" without one. `adapter`: the tensors are only those of an adapter (`models.adapters`), which the engine
+    (`models.device`); "" without one. `adapter`: the tensors are only an adapter's (`models.adapters`), which the engine
     merges; the checksums are of the merged weights, or "" if the sender does not know them.
     """
 

@@ -89,7 +89,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("serve"), "--engine.slots", "16", "--max-queue", "8") as server:
+    with serving(tmp_path_factory.mktemp("serve"), "--engine.slots", "16", "--max-queue", "8", "--drain-s", "300") as server:
         yield server
 
 
@@ -118,7 +118,7 @@ async def asked(client: httpx2.AsyncClient, count: int) -> list[asyncio.Task[htt
 async def test_sigterm_finishes_what_is_in_progress_and_takes_nothing_more(server: Server) -> None:
     """The last test of the shared server. There are more requests than slots: the others wait in the queue."""
 
-    async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=server.url, timeout=300) as client:
         with server.held():
             asking = await asked(client, 24)
             server.process.send_signal(signal.SIGTERM)

@@ -72,6 +72,11 @@ class FunctionOptions(QuestionOptions, frozen=True):
     """Reward of an answer whose reward function exceeded a limit or crashed. null: the rollout is dropped, as it is when the
     function raises an error or does not return a number."""
 
+    @property
+    def tools(self) -> tuple[bool, bool]:
+        """Whether there are tools that are called in processes, and tools of servers."""
+        return False, False
+
     def pool(self, functions: Mapping[str, str]) -> FunctionPool:
         """A pool for these functions (`file.py:function`), by name."""
         given = {name: getattr(self, name) for name in ("workers", "timeout_s", "retries", "memory_mb", "writes")}
@@ -139,8 +144,8 @@ class Function(ProblemSet, QuestionTask):
         others = {GROUP_REWARD: options.group_reward} if options.group_reward else {}
         self._functions = Functions(specs | others, options)
         self.costs = self._functions.any_async
-        pooled = self._functions.any_pooled or (options.isolate and bool(getattr(options, "functions", ())))
-        served = bool(getattr(options, "mcp_servers", ()))
+        pooled, served = options.tools
+        pooled = pooled or self._functions.any_pooled
         if not pooled:
             options.refuse_without_effect("no function is called in a process", "workers", "memory_mb", "writes")
         if not self._functions.any_async and not served:
@@ -240,6 +245,10 @@ class ToolsOptions(FunctionOptions, frozen=True):
     (extra `mcp`). `timeout_s`, `retries` and `concurrency` also apply to their calls."""
     max_turns: Count = 6
     """Turns of the model, including the answer."""
+
+    @property
+    def tools(self) -> tuple[bool, bool]:
+        return self.isolate and bool(self.functions), bool(self.mcp_servers)
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
