@@ -23,7 +23,10 @@ EVERYWHERE = "all processes"
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "embedded": ("--launch.kind=embedded", "--stream.kind=files"),
     "processes": ("--launch.kind=processes", "--stream.kind=files"),
-    "engines": ("--launch.kind=processes", "--stream.kind=files", "--engine.processes=2"),
+    "engines": (
+        *("--launch.kind=processes", "--stream.kind=files", "--engine.processes=2"),
+        *("--model.lora.rank=4", "--weights.encoding=adapter"),
+    ),
     "apart": ("--launch.kind=processes", "--stream.kind=files", "--launch.preprocessor=process"),
     "http": ("--launch.kind=processes", "--engine.kind=http", "--engine.servers=2"),
     "broadcast": (
