@@ -107,6 +107,11 @@ def test_two_clients_models_learn_apart_are_sampled_from_and_go_on_after_a_load(
     named = models[1].save_weights_for_sampler("final").result().path
     again = service.create_sampling_client(model_path=named).result()
     assert tokenizer.decode(again.sample(inputs, 1, greedy).result().sequences[0].tokens) == "222"
+    with pytest.warns(FutureWarning, match="load_state"):
+        models[1].load_state_with_optimizer(state).result()
+    models[1].forward_backward([example(wanted[0], 6)], "cross_entropy").result()
+    models[1].optim_step(tinker.AdamParams(learning_rate=0.02)).result()
+    assert models[1].forward([example(wanted[0], 6)], "cross_entropy").result().metrics["loss:sum"] == after[0]
 
 
 def test_a_custom_loss_has_its_gradient(demo: str) -> None:

@@ -210,11 +210,20 @@ class TinkerService:
         return self._create(wanted, wanted.base_model, partial(self._learner.create, lora.rank, lora.seed))
 
     async def load_weights(self, request: Request) -> Response:
-        """A new model from a path. Its base model is the one that it was saved with."""
+        """A new model from a path, or other weights for a model. The base model is the one that it was saved with."""
         wanted = decoded(await body_of(request), wire.Create)
         base = wanted.base_model or self._learner.state_of(wanted.path).base_model
         load = partial(self._learner.load, wanted.path, optimizer=wanted.optimizer)
-        return self._create(wanted, base, load)
+        if not wanted.model_id:
+            return self._create(wanted, base, load)
+        self._check_base(base)
+        trained = self._model(wanted.model_id)
+
+        def call() -> Json:
+            vars(trained).update(vars(load()))  # in place: requests that came before the load ends are for this model
+            return {"path": wanted.path}
+
+        return self._train(wanted.model_id, wanted.seq_id, call)
 
     async def get_info(self, request: Request) -> Response:
         trained, name = self._model(model_id := (await _named(request)).model_id), self._service.name

@@ -48,9 +48,11 @@ class LoraSettings(Exact, frozen=True, kw_only=True):
 
 
 class Create(Exact, frozen=True, kw_only=True):
-    """Of a model, with new or saved weights, or of a sampling session."""
+    """Of a model, with new or saved weights, or of a sampling session. With a `model_id`, the model is there already."""
 
-    session_id: str
+    session_id: str = ""
+    model_id: str = ""
+    seq_id: int = 0
     model_seq_id: int = 0
     sampling_session_seq_id: int = 0
     base_model: str | None = None
