@@ -493,7 +493,7 @@ class LocalEngine:
         if held != sent and sent:
             raise WeightUpdateError(
                 f"after the update to version {update.version} engine {self.name!r} holds weights of checksum {held}, not "
-                f"{sent}: it can't go on"
+                f"{sent}: it can't go on{'; use weights.encoding: full' if update.adapter else ''}"
             )
         self.version = update.version
         for sequence in self._requests.values():

@@ -79,6 +79,8 @@ def test_an_engine_merges_an_adapter_to_the_bit(dtype: torch.dtype) -> None:
     with pytest.raises(WeightUpdateError, match="3 with values that are not finite"):
         engine.update_weights(WeightUpdate(4, "", infinite, adapter=True))
     assert engine.update_weights(WeightUpdate(4, "", {}, adapter=True)).checksum == own
+    with pytest.raises(WeightUpdateError, match=f"checksum {own}, not {whole}: it can't go on; use weights.encoding: full"):
+        engine.update_weights(WeightUpdate(5, whole, {}, adapter=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
