@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -16,7 +17,9 @@ from pipelinerl.errors import RolloutError
 from pipelinerl.types import finite
 
 if TYPE_CHECKING:
+    import asyncio
     from concurrent.futures import Future
+    from contextlib import AsyncExitStack
 
 T = TypeVar("T")
 TOTAL, TURNS = "reward", "turns"
@@ -104,6 +107,49 @@ def in_daemon_thread(call: Callable[[], T]) -> Future[T]:
 
     Thread(target=run, daemon=True).start()
     return done
+
+
+def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
+    """An event loop that runs in a new daemon thread until it is stopped."""
+    import asyncio  # noqa: PLC0415
+    from threading import Thread  # noqa: PLC0415
+
+    loop = asyncio.new_event_loop()
+    Thread(target=_keep_running, args=(loop,), name=name, daemon=True).start()
+    return loop
+
+
+def _keep_running(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped. `sys.exit` in a task of an agent leaves the loop: it goes on for the others."""
+    while True:
+        with suppress(KeyboardInterrupt, SystemExit):
+            loop.run_forever()
+            break
+    loop.close()
+
+
+def end_loop(loop: asyncio.AbstractEventLoop, within_s: float, resources: AsyncExitStack) -> None:
+    """Cancel the tasks of a loop from `loop_in_thread`, wait for them, close `resources` there, and stop the loop.
+
+    Waits for at most `within_s`; in the loop's own thread, where the garbage collector may call this, not at all.
+    """
+    import asyncio  # noqa: PLC0415
+
+    async def end() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        with suppress(Exception):
+            await resources.aclose()
+        loop.call_soon(loop.stop)
+
+    ending, here = asyncio.run_coroutine_threadsafe(end(), loop), None
+    with suppress(RuntimeError):
+        here = asyncio.get_running_loop()
+    if here is not loop:
+        with suppress(Exception):
+            ending.result(within_s)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

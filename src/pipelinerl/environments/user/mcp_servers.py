@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from pydantic import Field
 
 from pipelinerl.config.schema import Section
 from pipelinerl.environments.chat.tool_use import Tool, ToolError, texts_of
+from pipelinerl.environments.user.code import end_loop, loop_in_thread
 from pipelinerl.environments.user.pool import retried
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 
@@ -77,11 +76,8 @@ class McpTools:
         after 1, 4, 16, ... s, if the connection is lost or there is none.
         """
         self._timeout_s, self._retries, self._places = timeout_s, retries, asyncio.Semaphore(concurrency)
-        begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        thread = threading.Thread(target=lambda: asyncio.run(_until_ended(begun)), name="MCP servers", daemon=True)
-        thread.start()
-        self._loop, ended = begun.result()
-        weakref.finalize(self, _end, self._loop, ended, thread)
+        self._loop = loop_in_thread("MCP servers")
+        weakref.finalize(self, end_loop, self._loop, END_S, AsyncExitStack())  # each connection's task has its own resources
         connections = [_Connection(name, server) for name, server in servers.items()]
         listing = [asyncio.run_coroutine_threadsafe(connection.tools(), self._loop) for connection in connections]
         try:
@@ -107,18 +103,6 @@ class McpTools:
             raise ToolError(str(error)) from None
         except ConnectionError as error:
             raise RolloutError(str(error)) from error
-
-
-async def _until_ended(begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    ended = asyncio.Event()
-    begun.set_result((asyncio.get_running_loop(), ended))
-    await ended.wait()  # then `asyncio.run` cancels the tasks that hold connections
-
-
-def _end(loop: asyncio.AbstractEventLoop, ended: asyncio.Event, thread: threading.Thread) -> None:
-    with suppress(RuntimeError):  # this is that thread
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(END_S)
 
 
 class _Connection:

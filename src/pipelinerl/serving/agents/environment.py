@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +14,7 @@ from pipelinerl.environments.data import ProblemSet, by_payload, read_split
 from pipelinerl.environments.options import Arguments, Files, Inner, Options
 from pipelinerl.environments.prompts import check_template_options
 from pipelinerl.environments.registry import make_inner
-from pipelinerl.environments.user.code import in_daemon_thread, score_of
+from pipelinerl.environments.user.code import in_daemon_thread, loop_in_thread, score_of
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import Environment, GenerationClient, Tokenizer
@@ -128,19 +126,3 @@ class AgentEnvironment:
                 known = isinstance(error, Exception)
                 why = describe(error, self._spec) if known else f"it raised {type(error).__name__}"
                 raise RuntimeError(f"{self._spec}: {why}") from error
-
-
-def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a new thread until it is stopped."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_keep_running, args=(loop,), name=name, daemon=True).start()
-    return loop
-
-
-def _keep_running(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped. `sys.exit` in a task of an agent leaves the loop: it goes on for the others."""
-    while True:
-        with suppress(KeyboardInterrupt, SystemExit):
-            loop.run_forever()
-            break
-    loop.close()

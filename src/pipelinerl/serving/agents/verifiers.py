@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +31,10 @@ from pipelinerl.environments.chat.tool_use import require_chat
 from pipelinerl.environments.data import ProblemSet, canonical, split
 from pipelinerl.environments.options import Arguments, Options
 from pipelinerl.environments.prompts import check_template_options
+from pipelinerl.environments.user.code import end_loop, loop_in_thread
 from pipelinerl.errors import EnvironmentSetupError, RolloutError
 from pipelinerl.extras import require
 from pipelinerl.interfaces import GenerationClient, Tokenizer
-from pipelinerl.serving.agents.environment import loop_in_thread
 from pipelinerl.types import Problem, Rollout, Turn
 from pipelinerl.user_code import describe, import_code
 
@@ -256,7 +255,6 @@ class _Episodes:
     def __init__(self, env: Any, most: int) -> None:
         self._env, self._places = env, asyncio.Semaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: int | None = None
         self._serving: asyncio.Future[Any] | None = None
         self._stack = AsyncExitStack()
 
@@ -271,7 +269,6 @@ class _Episodes:
                 async with self._places:
                     if self._serving is None:
                         self._serving = asyncio.ensure_future(self._stack.enter_async_context(self._env.serving()))
-                    self._thread = threading.get_ident()
                     await asyncio.shield(self._serving)
                     (slot,) = self._env.slots(task)
                     return await self._env.run_slot(slot, context, on_trace=begun)
@@ -288,22 +285,8 @@ class _Episodes:
 
     def close(self) -> None:
         """End all episodes, their processes, and verifiers' servers."""
-        if (loop := self._loop) is None:
-            return
-
-        async def end() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            with suppress(Exception):
-                await self._stack.aclose()
-            loop.call_soon(loop.stop)
-
-        ending = asyncio.run_coroutine_threadsafe(end(), loop)
-        if threading.get_ident() != self._thread:  # where the garbage collector may run
-            with suppress(Exception):
-                ending.result(CLOSE_S)
+        if self._loop is not None:
+            end_loop(self._loop, CLOSE_S, self._stack)
 
 
 def _close(episodes: _Episodes, address: ExitStack, gateway: Any) -> None:
